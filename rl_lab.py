@@ -1167,7 +1167,8 @@ def json_text(document: dict) -> str:
 
 def software() -> dict[str, str]:
     """Versions that can move the last digits of a result."""
-    return {"python": platform.python_version(), "torch": torch.__version__, "platform": platform.platform()}
+    system = f"{platform.system()} {platform.machine()}"
+    return {"python": platform.python_version(), "torch": torch.__version__, "system": system}
 
 
 def read_reward_table(path: Path) -> Tensor:
@@ -1361,7 +1362,8 @@ def summary(runs: Sequence[TrainingRun]) -> str:
     best, worst = rewards.amax(dim=1).mean().item(), rewards.amin(dim=1).mean().item()
     header = ["method", "expected reward", "P(best action)", "KL to reference", "samples", "pairs", "updates"]
     notes.append(f"Expected reward lies between {worst:.4f} (always the worst action) and {best:.4f} (always the best).")
-    notes.append("The methods use different data and different numbers of updates: this is a check of each, not a ranking.")
+    if len(rows) > 1:
+        notes.append("The methods use different data and numbers of updates: this checks each of them, it ranks none.")
     return "\n".join([format_table(header, rows), "", *notes])
 
 

@@ -329,5 +329,5 @@ if __name__ == "__main__":
     except PlotProblem as problem:
         sys.exit(f"plot_results.py: error: {problem}")
     except KeyboardInterrupt:
-        print("\ninterrupted: no figure was changed", file=sys.stderr)
+        print("interrupted: no figure was changed", file=sys.stderr)
         sys.exit(130)

@@ -13,9 +13,7 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple, Sequence
 
-import torch
-from torch import Tensor
-
+# First of the imports that take time: it answers Ctrl-C while torch is loading.
 from rl_lab import (
     Adam,
     LabParser,
@@ -41,6 +39,9 @@ from rl_lab import (
     setting,
     software,
 )
+
+import torch  # isort: skip
+from torch import Tensor  # isort: skip
 
 TERMINAL_REWARDS = torch.tensor([[1.0, 0.0], [0.2, 0.0]], dtype=torch.float64)
 """Reward of the second action (column) in state 1 (first row) and state 2 (second row)."""
@@ -166,11 +167,11 @@ def train_chain(*, on_step: OnStep | None = None, **settings: float) -> ChainRun
                 **update,
                 **counts,
             }
-        history.append({name: row.get(name, 0) for name in COLUMNS})
+        history.append({name: row[name] for name in COLUMNS})
         if on_step:
             on_step(history[-1])
 
-    record(0, 0.0, {})
+    record(0, 0.0, dict.fromkeys(("loss", "value_loss", "gradient_norm", "clip_fraction", "stopped_early"), 0))
     for step in range(1, settings.steps + 1):
         steps = sample_episodes(policy, critic, settings.episodes, generator)
         advantages, lambda_returns = gae(

@@ -22,6 +22,7 @@ import io
 import itertools
 import json
 import math
+import numbers
 import os
 import platform
 import statistics
@@ -30,23 +31,30 @@ import tempfile
 from pathlib import Path
 from typing import Callable, NamedTuple, Sequence
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+try:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+except KeyboardInterrupt:
+    # The import takes most of a short run: Ctrl-C there deserves the same one line as later on.
+    print("interrupted before anything was started", file=sys.stderr)
+    sys.exit(130)
 
 # ------------------------------------------------------------------------------------------ refusing bad input
 
 
+_KINDS = {
+    "floating": lambda dtype: dtype.is_floating_point,
+    "bool": lambda dtype: dtype == torch.bool,
+    "integer": lambda dtype: not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool),
+}
+
+
 def _check_kind(kind: str, **tensors: Tensor) -> None:
-    belongs = {
-        "floating": lambda t: t.is_floating_point(),
-        "bool": lambda t: t.dtype == torch.bool,
-        "integer": lambda t: not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool),
-    }[kind]
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, wanted a {kind} torch.Tensor")
-        if not belongs(tensor):
+        if not _KINDS[kind](tensor.dtype):
             raise TypeError(f"{name}: got dtype {tensor.dtype}, wanted a {kind} dtype; convert it where it is made")
 
 
@@ -69,7 +77,7 @@ def _check_finite(name: str, used: Tensor, likely: str) -> None:
 
 
 def _check_number(name: str, value: float, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: got {type(value).__name__}, wanted a plain number")
     if not (low < value if above else low <= value) or not value <= high or math.isinf(value):
         upper = "" if math.isinf(high) else f" and at most {high:g}"
@@ -223,8 +231,8 @@ def clipped_policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, epsi
     logp, old_logp, advantages [...] floating, epsilon > 0 -> [...]. Gradient: to logp only.
     Raises TypeError, ValueError (shapes, epsilon). Source: arXiv 1707.06347 equation 7, negated.
     """
-    _check_kind("floating", advantages=advantages)
-    _check_same_shape(logp=logp, advantages=advantages)
+    _check_kind("floating", logp=logp, old_logp=old_logp, advantages=advantages)
+    _check_same_shape(logp=logp, old_logp=old_logp, advantages=advantages)
     _check_number("epsilon", epsilon, 0.0, above=True)
     advantages = advantages.detach()
     ratio = importance_ratio(logp, old_logp)
@@ -239,7 +247,7 @@ def clip_fraction(logp: Tensor, old_logp: Tensor, epsilon: float = 0.2) -> Tenso
     logp, old_logp [...] floating, epsilon > 0 -> scalar in [0, 1]. Gradient: none. Raises TypeError, ValueError.
     """
     _check_number("epsilon", epsilon, 0.0, above=True)
-    ratio = importance_ratio(logp.detach(), old_logp)
+    ratio = importance_ratio(logp, old_logp).detach()
     return ((ratio < 1 - epsilon) | (ratio > 1 + epsilon)).to(ratio.dtype).mean()
 
 
@@ -464,7 +472,7 @@ class Range(NamedTuple):
 
     def __str__(self) -> str:
         noun = "a whole number" if self.kind is int else "a number"
-        return f"{noun} {'above' if self.above else 'from'} {self.low:g} {'up ' if self.above else ''}to {self.high:.16g}"
+        return f"{noun} {'above' if self.above else 'from'} {self.low} {'up ' if self.above else ''}to {self.high}"
 
     def holds(self, value: object) -> bool:
         if isinstance(value, bool) or not isinstance(value, int if self.kind is int else (int, float)):
@@ -485,9 +493,6 @@ class Settings:
             value, allowed = getattr(self, field.name), field.metadata["allowed"]
             if not allowed.holds(value):
                 raise ValueError(f"{field.name}: got {value!r}, wanted {allowed}")
-
-
-SEED = Range(int, 0, 2**63 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -735,8 +740,7 @@ def trace_rollout(batch: Rollout, task: Task, policies: Sequence[Tensor], sample
 def trace_pairs(pairs: Pairs, task: Task, policies: Sequence[Tensor]) -> list[dict]:
     """Every preference pair, from data to update: log-probabilities and margin before and after the first update."""
     rewards = task.rewards[pairs.contexts]
-    columns = dict(pairs._asdict(), context=pairs.contexts)
-    del columns["contexts"]
+    columns = dict(context=pairs.contexts, chosen=pairs.chosen, rejected=pairs.rejected)
     columns["reward_chosen"] = rewards.gather(1, pairs.chosen.unsqueeze(1)).squeeze(1)
     columns["reward_rejected"] = rewards.gather(1, pairs.rejected.unsqueeze(1)).squeeze(1)
     ref_chosen, ref_rejected = pair_logps(task.reference, pairs)
@@ -882,16 +886,21 @@ def train(algorithm: str, *, reward_table: Tensor = REWARDS, on_step: OnStep | N
     one), until the exact KL(old || current), mean over contexts, exceeds `kl_stop`; then evaluate. `on_step` is called
     with each row of the history.
 
-    reward_table [C, A] float64; settings: the fields of BanditSettings. Uses one local generator: same arguments, same
+    reward_table [C, A] floating, used as float64; settings: the fields of BanditSettings. Uses one local generator: same arguments, same
     numbers, and no global random state is read or moved.
-    Raises ValueError for an unknown algorithm, a setting out of range or a table without preferences for DPO;
-    FloatingPointError when a loss or gradient is not finite.
+    Raises ValueError for an unknown algorithm, a setting out of range, a malformed table or one without preferences for
+    DPO; FloatingPointError when a loss or gradient is not finite.
     """
     if algorithm not in METHODS:
         raise ValueError(f"algorithm: got {algorithm!r}, wanted one of {', '.join(METHODS)}")
     settings = BanditSettings(**settings)
     method = METHODS[algorithm]
-    task = make_task(reward_table, settings)
+    _check_kind("floating", reward_table=reward_table)
+    if reward_table.dim() != 2 or not len(reward_table):
+        raise ValueError(f"reward_table: got shape {tuple(reward_table.shape)}, wanted [C, A], one row a context")
+    _check_last_axis("reward_table", reward_table, 2, "the actions")
+    _check_finite("reward_table", reward_table, "a failed reward computation")
+    task = make_task(reward_table.double(), settings)
     is_dpo = algorithm == "dpo"
     if is_dpo and not len(task.clean_pairs.contexts):
         raise ValueError("reward_table: no context has two different rewards, so DPO has no pairs to learn from")
@@ -907,11 +916,11 @@ def train(algorithm: str, *, reward_table: Tensor = REWARDS, on_step: OnStep | N
         row = {"step": step, **evaluate(policy, old, task), **update, **counts}
         if is_dpo:
             row.update(evaluate_pairs(policy, task, settings))
-        history.append({name: row.get(name, 0) for name in COMMON_COLUMNS + method.own_columns})
+        history.append({name: row[name] for name in COMMON_COLUMNS + method.own_columns})
         if on_step:
             on_step(history[-1])
 
-    record(0, policy.detach(), {})
+    record(0, policy.detach(), dict.fromkeys(("loss", "gradient_norm", *method.own_columns), 0))
     for step in range(1, settings.steps + 1):
         batch = method.make_batch(policy, critic, task, settings, generator)
         updates = reuse_batch(
@@ -1303,7 +1312,8 @@ def run_command(main: Callable[[], None]) -> None:
     except (FileProblem, FloatingPointError) as problem:
         sys.exit(f"{Path(sys.argv[0]).name}: error: {problem}")
     except KeyboardInterrupt:
-        print("\ninterrupted: files already there are whole; what was being computed was not saved", file=sys.stderr)
+        below_the_progress_line = "\n" if sys.stderr.isatty() else ""
+        print(f"{below_the_progress_line}interrupted: earlier files are whole, nothing of this run was saved", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output (head, less) went away; what it did not want is not an error.

@@ -14,9 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Callable, NamedTuple, Sequence
 
-import torch
-from torch import Tensor
-
+# First of the imports that take time: it answers Ctrl-C while torch is loading.
 from rl_lab import (
     LabParser,
     categorical_kl,
@@ -32,6 +30,9 @@ from rl_lab import (
     run_command,
     software,
 )
+
+import torch  # isort: skip
+from torch import Tensor  # isort: skip
 
 BOS, PROMPT, GOOD, BAD, EOS = range(5)
 PAD = EOS

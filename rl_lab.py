@@ -1384,11 +1384,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_worked_examples()
         return
     settings = chosen_settings(arguments, BanditSettings)
+    if arguments.seeds and settings["seed"] != BanditSettings.seed:
+        parser.error(f"argument --seeds: not allowed with --seed {settings['seed']}; give the seeds once")
     rewards = read_reward_table(arguments.reward_table) if arguments.reward_table else REWARDS
     try:
         task = make_task(rewards, BanditSettings(**settings))
     except ValueError as problem:
-        parser.error(f"argument --preference-flips: {problem}")
+        parser.error(f"argument --preference-flips: {str(problem).removeprefix('preference_flips: ')}")
     algorithms = tuple(METHODS) if arguments.algorithm == "all" else (arguments.algorithm,)
     if "dpo" in algorithms and not len(task.clean_pairs.contexts):
         raise FileProblem(f"--reward-table {arguments.reward_table}: no context has two different rewards: no pairs for dpo")

@@ -372,9 +372,13 @@ def group_advantages(rewards: Tensor, eps: float = 1e-8) -> Tensor:
     _check_last_axis("rewards", rewards, 2, "the answers to one prompt: one answer has nothing to be compared with")
     _check_number("eps", eps, 0.0)
     with torch.no_grad():
-        centred = rewards - rewards.mean(dim=-1, keepdim=True)
+        # In units of a power of two near the largest reward, which is exact: squares then neither overflow nor vanish.
+        _, exponent = torch.frexp(rewards.abs().amax(dim=-1, keepdim=True))
+        unit = torch.ldexp(torch.ones_like(rewards[..., :1]), exponent - 1)
+        scaled = rewards / unit
+        centred = scaled - scaled.mean(dim=-1, keepdim=True)
         std = centred.square().mean(dim=-1, keepdim=True).sqrt()
-        return torch.where(equal.unsqueeze(-1), torch.zeros_like(centred), centred / (std + eps))
+        return torch.where(equal.unsqueeze(-1), torch.zeros_like(centred), centred / (std + eps / unit))
 
 
 def zero_variance_probability(probabilities: Tensor, group_size: int) -> Tensor:

@@ -136,7 +136,10 @@ def grpo_sequence_loss(
     old_token_logps, _ = response_token_logps(bigram_logits(old, input_ids), input_ids, mask)
     advantages = group_advantages(REWARDS, GROUP_EPS).unsqueeze(1).expand_as(token_logps)
     policy_loss = clipped_policy_loss(token_logps, old_token_logps, advantages, CLIP_EPSILON)
-    kl_current_reference = categorical_kl(logits[:, :-1], bigram_logits(reference, input_ids)[:, :-1])
+    # Logits that score no response token are set aside before the KL: 0 * NaN would reach the gradient from behind the mask.
+    unused = ~valid.unsqueeze(-1)
+    scored, ref_scored = (x[:, :-1].masked_fill(unused, 0.0) for x in (logits, bigram_logits(reference, input_ids)))
+    kl_current_reference = categorical_kl(scored, ref_scored)
     return reduction(policy_loss + KL_WEIGHT * kl_current_reference, valid)
 
 

@@ -1,0 +1,266 @@
+"""Speed and memory of the core lab as ratios to a named peer, measured in one run. A measurement, not a test.
+
+    python -m verification.benchmark [--rounds 9] [--only gae tokens process adam]
+
+gae      rl_lab.gae against torchrl's generalized_advantage_estimate and its vectorised twin, on (1024, 1024) and (1, 128)
+         in float32 and float64; 2 % of the steps terminate, 2 % more hit a time limit (skipped where torchrl is absent)
+tokens   rl_lab.response_token_logps on (4, 512, 32000) float32, half of the positions in the response, forward and backward,
+         against gathering from one full log_softmax: time and peak memory, each measurement in a process of its own
+process  the whole process `rl_lab.py --algorithm all` against `python -c "import torch"`
+adam     the first construction of torch.optim.Adam against `import torch`: why rl_lab writes Adam out
+
+Ours and the peer run in turn, round by round; each round gives a ratio ours / peer, so a machine that slows down slows both.
+Printed are medians, and the smallest and largest ratio of a round. What both compute is compared before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Callable, NamedTuple, Sequence
+
+import torch
+from torch import Tensor
+
+from rl_lab import LabParser, format_table, gae, response_token_logps, run_command
+
+ROOT = Path(__file__).resolve().parent.parent
+PROCESS_BOUND = 1.6
+GAMMA, LAM = 0.99, 0.95
+
+
+class Comparison(NamedTuple):
+    """Two numbers a round, ours and the peer's, in one unit."""
+
+    what: str
+    peer: str
+    unit: str
+    ours: list[float]
+    theirs: list[float]
+    bound: float | None
+
+    def row(self) -> list[str]:
+        ratios = [ours / theirs for ours, theirs in zip(self.ours, self.theirs)]
+        median = statistics.median(ratios)
+        verdict = "-" if self.bound is None else f"{self.bound:g} " + ("kept" if median <= self.bound else "MISSED")
+        return [
+            self.what, self.peer, *(f"{statistics.median(values):.3g} {self.unit}" for values in (self.ours, self.theirs)),
+            f"{median:.2f}", f"{min(ratios):.2f}-{max(ratios):.2f}", verdict,
+        ]
+
+
+HEADER = ["what", "peer", "ours", "peer's", "ratio", "min-max", "bound"]
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def in_turn(ours: Callable[[], object], theirs: Callable[[], object], rounds: int, calls: int) -> tuple[list, list]:
+    """Milliseconds a call of two functions, measured in turn; one round of warm-up first, and the order alternates."""
+    times = {ours: [], theirs: []}
+    for number in range(rounds + 1):
+        for function in (ours, theirs) if number % 2 else (theirs, ours):
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            if number:
+                times[function].append((time.perf_counter() - start) / calls * 1e3)
+    return times[ours], times[theirs]
+
+
+# ------------------------------------------------------------------------------------------ gae
+
+
+def measure_gae(rounds: int) -> list[Comparison]:
+    try:
+        from torchrl.objectives.value import functional
+    except ImportError as problem:
+        progress(f"gae: skipped, no torchrl ({problem}): python -m pip install -r verification/requirements.txt")
+        return []
+    found = []
+    for shape, calls in (((1024, 1024), 1), ((1, 128), 50)):
+        for dtype in (torch.float32, torch.float64):
+            generator = torch.Generator().manual_seed(0)
+            rewards, values, next_values = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(3))
+            terminated = torch.rand(shape, generator=generator) < 0.02
+            boundary = terminated | (torch.rand(shape, generator=generator) < 0.02)
+            # torchrl has one more axis, and calls the boundary done.
+            columns = [x.unsqueeze(-1) for x in (values, next_values, rewards, boundary, terminated)]
+
+            def ours() -> tuple[Tensor, Tensor]:
+                return gae(rewards, values, next_values, terminated, boundary, GAMMA, LAM)
+
+            for name in ("generalized_advantage_estimate", "vec_generalized_advantage_estimate"):
+                function = getattr(functional, name)
+
+                def theirs() -> tuple[Tensor, Tensor]:
+                    return function(GAMMA, LAM, *columns)
+
+                for mine, peer in zip(ours(), theirs()):
+                    torch.testing.assert_close(mine, peer.squeeze(-1), rtol=1e-4, atol=1e-4)
+                what = f"gae {shape} {str(dtype).removeprefix('torch.')}"
+                progress(f"{what} against {name}")
+                found.append(Comparison(what, f"torchrl {name}", "ms", *in_turn(ours, theirs, rounds, calls), 1.0))
+    return found
+
+
+# ------------------------------------------------------------------------------------------ tokens
+
+
+def full_log_softmax(logits: Tensor, input_ids: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The usual way: normalise every position, then gather, then mask."""
+    valid = response_mask[:, 1:]
+    logps = logits[:, :-1].log_softmax(dim=-1).gather(-1, input_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+    return logps.masked_fill(~valid, 0.0), valid
+
+
+TOKEN_VARIANTS = {"ours": response_token_logps, "full": full_log_softmax}
+
+
+def token_batch(rows: int, positions: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn((rows, positions, vocabulary), generator=generator).requires_grad_()
+    input_ids = torch.randint(vocabulary, (rows, positions), generator=generator)
+    return logits, input_ids, torch.arange(positions).expand(rows, -1) >= positions // 2
+
+
+def peak_bytes() -> int | None:
+    """Largest resident size of this process so far; None where the system does not say (Windows)."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # ru_maxrss of a new Linux process starts at the peak of the process that started it; VmHWM is its own.
+        return 1024 * int(next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM")))
+    try:
+        import resource
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def token_child(variant: str) -> None:
+    """Forward and backward of one variant, three times after one warm-up: seconds, and bytes above the logits alone."""
+    batch = token_batch(4, 512, 32000)
+    before, seconds = peak_bytes(), []
+    for _ in range(4):
+        batch[0].grad = None
+        start = time.perf_counter()
+        token_logps, _ = TOKEN_VARIANTS[variant](*batch)
+        token_logps.sum().backward()
+        seconds.append(time.perf_counter() - start)
+    peak = None if before is None else peak_bytes() - before
+    print(json.dumps({"seconds": statistics.median(seconds[1:]), "peak": peak}))
+
+
+def measure_tokens(rounds: int) -> list[Comparison]:
+    small = token_batch(3, 16, 50)
+    (ours, _), (full, _) = (variant(*small) for variant in TOKEN_VARIANTS.values())
+    torch.testing.assert_close(ours, full)
+    torch.testing.assert_close(*(torch.autograd.grad(logps.sum(), small[0])[0] for logps in (ours, full)))
+    results = {variant: [] for variant in TOKEN_VARIANTS}
+    for number in range(rounds):
+        progress(f"tokens: round {number + 1} of {rounds}")
+        for variant in sorted(TOKEN_VARIANTS, reverse=bool(number % 2)):
+            results[variant].append(json.loads(run_python("-m", "verification.benchmark", "--token-child", variant)[1]))
+    what = "response_token_logps (4, 512, 32000)"
+    time_columns = [[1e3 * result["seconds"] for result in results[variant]] for variant in ("ours", "full")]
+    found = [Comparison(f"{what}, time", "full log_softmax", "ms", *time_columns, 1.0)]
+    if results["ours"][0]["peak"] is not None:
+        memory = [[result["peak"] / 1e6 for result in results[variant]] for variant in ("ours", "full")]
+        found.append(Comparison(f"{what}, peak memory", "full log_softmax", "MB", *memory, 1.0))
+    return found
+
+
+# ------------------------------------------------------------------------------------------ whole processes
+
+
+def run_python(*arguments: str) -> tuple[float, str]:
+    """Seconds of a whole Python process at the top level of the lab, and what it printed."""
+    environment = dict(os.environ, PYTHONDONTWRITEBYTECODE="1")
+    start = time.perf_counter()
+    finished = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    if finished.returncode:
+        raise RuntimeError(f"python {' '.join(arguments)} ended with {finished.returncode}:\n{finished.stderr}")
+    return seconds, finished.stdout
+
+
+def measure_process(rounds: int) -> list[Comparison]:
+    ours, theirs = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        lab, peer = ("rl_lab.py", "--algorithm", "all", "--output", folder), ("-c", "import torch")
+        for number in range(rounds + 1):
+            progress(f"process: round {number} of {rounds}")
+            for command, seconds in ((lab, ours), (peer, theirs)) if number % 2 else ((peer, theirs), (lab, ours)):
+                seconds.append(run_python(*command)[0])
+    # The first round is the warm-up: it fills the file cache.
+    return [Comparison("rl_lab.py --algorithm all", "python -c 'import torch'", "s", ours[1:], theirs[1:], PROCESS_BOUND)]
+
+
+ADAM_CHILD = """
+import json, sys, time
+start = time.perf_counter()
+import torch
+imported = time.perf_counter() - start
+parameters = [torch.zeros(4, 3, requires_grad=True)]
+modules = len(sys.modules)
+start = time.perf_counter()
+torch.optim.Adam(parameters, lr=0.08)
+print(json.dumps([time.perf_counter() - start, imported, len(sys.modules) - modules]))
+"""
+
+
+def measure_adam(rounds: int) -> list[Comparison]:
+    runs = []
+    for number in range(rounds + 1):
+        progress(f"adam: round {number} of {rounds}")
+        runs.append(json.loads(run_python("-c", ADAM_CHILD)[1]))
+    constructed, imported, modules = (list(column) for column in zip(*runs[1:]))
+    what = f"first torch.optim.Adam(...), imports {statistics.median(modules):.0f} modules"
+    return [Comparison(what, "import torch", "s", constructed, imported, None)]
+
+
+MEASUREMENTS = {"gae": measure_gae, "tokens": measure_tokens, "process": measure_process, "adam": measure_adam}
+
+
+def build_parser() -> LabParser:
+    summary, _, rest = __doc__.partition("\n")
+    parser = LabParser(prog="python -m verification.benchmark", description=summary, epilog=rest.strip())
+
+    def positive(text: str) -> int:
+        if not text.isdecimal() or not 1 <= int(text) <= 1000:
+            raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number from 1 to 1000")
+        return int(text)
+
+    parser.add_argument("--rounds", type=positive, default=9, metavar="N", help="rounds of each comparison; default 9")
+    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS), help="default: all four")
+    parser.add_argument("--token-child", choices=TOKEN_VARIANTS, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = build_parser().parse_args(argv)
+    if arguments.token_child:
+        token_child(arguments.token_child)
+        return
+    found = [comparison for name in arguments.only for comparison in MEASUREMENTS[name](arguments.rounds)]
+    if not found:
+        return
+    print(
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, Python "
+        f"{platform.python_version()}, torch {torch.__version__}; medians of {arguments.rounds} rounds in turn\n"
+    )
+    print(format_table(HEADER, [comparison.row() for comparison in found]))
+    print("\nratio: ours / peer's, below 1 is faster or smaller; bound: the median this project asks of itself.")
+
+
+if __name__ == "__main__":
+    run_command(main)

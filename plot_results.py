@@ -8,6 +8,7 @@ This file imports nothing of the lab: a figure can be redrawn wherever the CSV f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
 import os
@@ -84,6 +85,9 @@ def read_csv(path: Path) -> dict[str, np.ndarray]:
         raise PlotProblem(f"{path}: cannot be read as CSV ({problem})") from problem
     if "step" not in names or not rows:
         raise PlotProblem(f"{path}: wanted a header with a column `step` and at least one row")
+    for line, row in enumerate(rows, start=2):
+        if None in row:
+            raise PlotProblem(f"{path}: line {line} has more cells than the header")
     columns = {}
     for name in names:
         try:
@@ -278,7 +282,8 @@ def save(figure, path: Path) -> None:
     except OSError as problem:
         raise PlotProblem(f"{path}: cannot be written ({problem.strerror})") from problem
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------ command line

@@ -16,6 +16,7 @@ standardisation in PPO.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import io
@@ -372,13 +373,17 @@ def group_advantages(rewards: Tensor, eps: float = 1e-8) -> Tensor:
     _check_last_axis("rewards", rewards, 2, "the answers to one prompt: one answer has nothing to be compared with")
     _check_number("eps", eps, 0.0)
     with torch.no_grad():
-        # In units of a power of two near the largest reward, which is exact: squares then neither overflow nor vanish.
-        _, exponent = torch.frexp(rewards.abs().amax(dim=-1, keepdim=True))
-        unit = torch.ldexp(torch.ones_like(rewards[..., :1]), exponent - 1)
-        scaled = rewards / unit
+        scaled, unit = _in_units_of_the_largest(rewards)
         centred = scaled - scaled.mean(dim=-1, keepdim=True)
         std = centred.square().mean(dim=-1, keepdim=True).sqrt()
         return torch.where(equal.unsqueeze(-1), torch.zeros_like(centred), centred / (std + eps / unit))
+
+
+def _in_units_of_the_largest(rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """Rewards over a power of two near each group's largest, and that unit: exact, and squares neither overflow nor vanish."""
+    _, exponent = torch.frexp(rewards.abs().amax(dim=-1, keepdim=True))
+    unit = torch.ldexp(torch.ones_like(rewards[..., :1]), exponent - 1)
+    return rewards / unit, unit
 
 
 def zero_variance_probability(probabilities: Tensor, group_size: int) -> Tensor:
@@ -729,8 +734,9 @@ def trace_rollout(batch: Rollout, task: Task, policies: Sequence[Tensor], sample
     columns = dict(context=batch.contexts, action=batch.actions, reward=batch.rewards, old_logp=batch.old_logp)
     if batch.value_targets is None:
         columns["group"] = torch.arange(len(batch.rewards)).unsqueeze(1).expand_as(batch.rewards)
-        columns["group_mean"] = batch.rewards.mean(dim=1, keepdim=True).expand_as(batch.rewards)
-        columns["group_std"] = batch.rewards.std(dim=1, correction=0, keepdim=True).expand_as(batch.rewards)
+        scaled, unit = _in_units_of_the_largest(batch.rewards)
+        columns["group_mean"] = (scaled.mean(dim=1, keepdim=True) * unit).expand_as(batch.rewards)
+        columns["group_std"] = (scaled.std(dim=1, correction=0, keepdim=True) * unit).expand_as(batch.rewards)
     else:
         columns.update(shaped_return=batch.value_targets, old_value=batch.old_values)
     columns["advantage"] = batch.advantages
@@ -1116,7 +1122,11 @@ def check_writable(paths: Sequence[Path], expected_bytes: int) -> None:
     Raises FileProblem for a path that is no regular file, a folder that cannot be made or written, a full disk.
     """
     for path in paths:
-        if path.exists() and not path.is_file():
+        try:
+            is_something_else = path.exists() and not path.is_file()
+        except OSError as problem:  # a name that is too long, a folder that may not be entered
+            raise FileProblem(f"{path}: cannot be written ({problem.strerror}); nothing was changed") from problem
+        if is_something_else:
             raise FileProblem(f"{path}: exists and is not a regular file; choose another --output")
     for folder in dict.fromkeys(path.parent for path in paths):
         try:
@@ -1128,8 +1138,9 @@ def check_writable(paths: Sequence[Path], expected_bytes: int) -> None:
 
 
 def replace_files(texts: dict[Path, str]) -> None:
-    """Write all files, or leave all as they were: each is written beside its target, then renamed over it.
+    """Write all files: each whole beside its target, then all renamed over theirs.
 
+    A failure or Ctrl-C while writing leaves every file as it was; between two renames, each is the old one or the new one.
     Raises FileProblem when the disk is full or the folder is not writable; no partial file remains.
     """
     partials = {path: path.with_name(f".{path.name}.{os.getpid()}.partial") for path in texts}
@@ -1145,7 +1156,8 @@ def replace_files(texts: dict[Path, str]) -> None:
         raise FileProblem(f"{problem.filename or path}: {problem.strerror}; earlier results were left as they were") from problem
     finally:
         for partial in partials.values():
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # its name may have been too long to exist
+                partial.unlink(missing_ok=True)
 
 
 def csv_text(rows: Sequence[dict[str, float]]) -> str:
@@ -1206,7 +1218,7 @@ def read_reward_table(path: Path) -> Tensor:
             )
         for reward in row:
             if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not abs(reward) <= sys.float_info.max:
-                raise FileProblem(f"--reward-table {path}: row {number} holds {reward!r}; wanted finite numbers")
+                raise FileProblem(f"--reward-table {path}: row {number} holds {str(reward)[:40]}; wanted finite numbers")
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -1288,9 +1300,14 @@ def parse_seeds(text: str) -> list[int]:
     return list(dict.fromkeys(itertools.chain(*ranges)))
 
 
+def is_terminal(stream: io.TextIOBase | None) -> bool:
+    """Whether a standard stream is a terminal; a closed one is None."""
+    return stream is not None and stream.isatty()
+
+
 def progress_line(label: str, steps: int, metric: str) -> OnStep | None:
     """A callback that keeps one line on stderr up to date; None where stderr is not a terminal."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         return None
 
     def show(row: dict[str, float]) -> None:
@@ -1308,21 +1325,33 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
+def readable(number: float) -> str:
+    """Four decimals, or powers of ten where those would fill the line."""
+    return f"{number:.4f}" if abs(number) < 1e6 else f"{number:.4g}"
+
+
 def run_command(main: Callable[[], None]) -> None:
     """Run a command; what a user can cause ends in one line on stderr: exit 1 for a problem, 130 for Ctrl-C."""
+    # The lab's tensors are a few hundred numbers: waking a second thread for them costs more than it computes, and on a busy
+    # machine thirty times more.
+    torch.set_num_threads(1)
     try:
         main()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except (FileProblem, FloatingPointError) as problem:
         sys.exit(f"{Path(sys.argv[0]).name}: error: {problem}")
     except KeyboardInterrupt:
-        below_the_progress_line = "\n" if sys.stderr.isatty() else ""
-        print(f"{below_the_progress_line}interrupted: earlier files are whole, nothing of this run was saved", file=sys.stderr)
+        below_the_progress_line = "\n" if is_terminal(sys.stderr) else ""
+        print(f"{below_the_progress_line}interrupted: every file is whole, the earlier one or the new one", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output (head, less) went away; what it did not want is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as problem:  # a full disk behind `> file`; what is left in the buffer must not fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(f"{Path(sys.argv[0]).name}: error: cannot print ({problem.strerror})")
 
 
 DESCRIPTION = """\
@@ -1361,7 +1390,7 @@ def summary(runs: Sequence[TrainingRun]) -> str:
             return statistics.median(run.history[row][name] for run in of_method)
 
         change = [
-            f"{median(name, 0):.4f} -> {median(name):.4f}"
+            f"{readable(median(name, 0))} -> {readable(median(name))}"
             for name in ("expected_reward", "optimal_action_probability", "kl_current_reference")
         ]
         cost = [f"{median(name):.0f}" for name in ("sampled_actions", "pair_presentations", "optimizer_steps")]
@@ -1375,7 +1404,7 @@ def summary(runs: Sequence[TrainingRun]) -> str:
     rewards = runs[0].task.rewards
     best, worst = rewards.amax(dim=1).mean().item(), rewards.amin(dim=1).mean().item()
     header = ["method", "expected reward", "P(best action)", "KL to reference", "samples", "pairs", "updates"]
-    notes.append(f"Expected reward lies between {worst:.4f} (always the worst action) and {best:.4f} (always the best).")
+    notes.append(f"Expected reward lies between {readable(worst)} (always the worst action) and {readable(best)} (always the best).")
     if len(rows) > 1:
         notes.append("The methods use different data and numbers of updates: this checks each of them, it ranks none.")
     return "\n".join([format_table(header, rows), "", *notes])

@@ -26,6 +26,15 @@ from rl_lab import (
 )
 
 SEEDS = (0, 7, 19)
+THREADS = torch.get_num_threads()
+
+
+def setUpModule():
+    torch.set_num_threads(1)  # as the commands do: a second thread only slows tensors of this size
+
+
+def tearDownModule():
+    torch.set_num_threads(THREADS)
 
 
 def f64(*numbers: float) -> Tensor:

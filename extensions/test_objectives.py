@@ -24,6 +24,7 @@ import torch
 import rl_lab
 from extensions import objectives, objectives_report
 from extensions.objectives import PREFERENCE_ROWS, ROWS, evaluate, evaluate_preference, make_batch, make_preferences
+from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 
 CAPTURES = Path(objectives.__file__).parent / "captures"
 

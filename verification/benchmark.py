@@ -1,9 +1,9 @@
 """Speed and memory of the core lab as ratios to a named peer, measured in one run. A measurement, not a test.
 
-    python -m verification.benchmark [--rounds 9] [--only gae tokens process adam]
+    python -m verification.benchmark [--rounds 9] [--threads 2] [--only gae tokens process adam]
 
 gae      rl_lab.gae against torchrl's generalized_advantage_estimate and its vectorised twin, on (1024, 1024) and (1, 128)
-         in float32 and float64; 2 % of the steps terminate, 2 % more hit a time limit (skipped where torchrl is absent)
+         in float32 and float64, without any end and with 2 % terminations and 2 % time limits (skipped without torchrl)
 tokens   rl_lab.response_token_logps on (4, 512, 32000) float32, half of the positions in the response, forward and backward,
          against gathering from one full log_softmax: time and peak memory, each measurement in a process of its own
 process  the whole process `rl_lab.py --algorithm all` against `python -c "import torch"`
@@ -16,6 +16,8 @@ Printed are medians, and the smallest and largest ratio of a round. What both co
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import platform
@@ -34,6 +36,7 @@ from rl_lab import LabParser, format_table, gae, response_token_logps, run_comma
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESS_BOUND = 1.6
+THREADS = torch.get_num_threads()
 GAMMA, LAM = 0.99, 0.95
 
 
@@ -80,6 +83,15 @@ def in_turn(ours: Callable[[], object], theirs: Callable[[], object], rounds: in
 # ------------------------------------------------------------------------------------------ gae
 
 
+def gae_series(shape: tuple[int, int], dtype: torch.dtype, ends: bool) -> dict[str, Tensor]:
+    """Random series; with `ends`, 2 % of the steps terminate and 2 % more hit a time limit."""
+    generator = torch.Generator().manual_seed(0)
+    series = {name: torch.randn(shape, generator=generator, dtype=dtype) for name in ("rewards", "values", "next_values")}
+    share = 0.02 if ends else 0.0
+    terminated = torch.rand(shape, generator=generator) < share
+    return dict(series, terminated=terminated, boundary=terminated | (torch.rand(shape, generator=generator) < share))
+
+
 def measure_gae(rounds: int) -> list[Comparison]:
     try:
         from torchrl.objectives.value import functional
@@ -87,29 +99,27 @@ def measure_gae(rounds: int) -> list[Comparison]:
         progress(f"gae: skipped, no torchrl ({problem}): python -m pip install -r verification/requirements.txt")
         return []
     found = []
-    for shape, calls in (((1024, 1024), 1), ((1, 128), 50)):
-        for dtype in (torch.float32, torch.float64):
-            generator = torch.Generator().manual_seed(0)
-            rewards, values, next_values = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(3))
-            terminated = torch.rand(shape, generator=generator) < 0.02
-            boundary = terminated | (torch.rand(shape, generator=generator) < 0.02)
-            # torchrl has one more axis, and calls the boundary done.
-            columns = [x.unsqueeze(-1) for x in (values, next_values, rewards, boundary, terminated)]
-
-            def ours() -> tuple[Tensor, Tensor]:
-                return gae(rewards, values, next_values, terminated, boundary, GAMMA, LAM)
-
-            for name in ("generalized_advantage_estimate", "vec_generalized_advantage_estimate"):
-                function = getattr(functional, name)
-
-                def theirs() -> tuple[Tensor, Tensor]:
-                    return function(GAMMA, LAM, *columns)
-
-                for mine, peer in zip(ours(), theirs()):
-                    torch.testing.assert_close(mine, peer.squeeze(-1), rtol=1e-4, atol=1e-4)
-                what = f"gae {shape} {str(dtype).removeprefix('torch.')}"
-                progress(f"{what} against {name}")
-                found.append(Comparison(what, f"torchrl {name}", "ms", *in_turn(ours, theirs, rounds, calls), 1.0))
+    for (shape, calls), dtype, ends, name in itertools.product(
+        (((1024, 1024), 1), ((1, 128), 50)),
+        (torch.float32, torch.float64),
+        (True, False),
+        ("generalized_advantage_estimate", "vec_generalized_advantage_estimate"),
+    ):
+        what = f"gae {shape} {str(dtype).removeprefix('torch.')}{', with ends' if ends else ''}"
+        if ends and name.startswith("vec") and dtype == torch.float64 and shape[0] > 1:
+            progress(f"{what} against {name}: not run, its convolution asks for 22 GB here")
+            continue
+        series = gae_series(shape, dtype, ends)
+        # torchrl has one more axis, and calls the boundary done.
+        columns = [series[key].unsqueeze(-1) for key in ("values", "next_values", "rewards", "boundary", "terminated")]
+        programs = [
+            functools.partial(gae, **series, gamma=GAMMA, lam=LAM),
+            functools.partial(getattr(functional, name), GAMMA, LAM, *columns),
+        ]
+        for mine, peer in zip(*(program() for program in programs)):
+            torch.testing.assert_close(mine, peer.squeeze(-1), rtol=1e-4, atol=1e-4)
+        progress(f"{what} against {name}")
+        found.append(Comparison(what, f"torchrl {name}", "ms", *in_turn(*programs, rounds, calls), 1.0))
     return found
 
 
@@ -165,11 +175,12 @@ def measure_tokens(rounds: int) -> list[Comparison]:
     (ours, _), (full, _) = (variant(*small) for variant in TOKEN_VARIANTS.values())
     torch.testing.assert_close(ours, full)
     torch.testing.assert_close(*(torch.autograd.grad(logps.sum(), small[0])[0] for logps in (ours, full)))
+    child = "-m", "verification.benchmark", "--threads", str(torch.get_num_threads()), "--token-child"
     results = {variant: [] for variant in TOKEN_VARIANTS}
     for number in range(rounds):
         progress(f"tokens: round {number + 1} of {rounds}")
         for variant in sorted(TOKEN_VARIANTS, reverse=bool(number % 2)):
-            results[variant].append(json.loads(run_python("-m", "verification.benchmark", "--token-child", variant)[1]))
+            results[variant].append(json.loads(run_python(*child, variant).output))
     what = "response_token_logps (4, 512, 32000)"
     time_columns = [[1e3 * result["seconds"] for result in results[variant]] for variant in ("ours", "full")]
     found = [Comparison(f"{what}, time", "full log_softmax", "ms", *time_columns, 1.0)]
@@ -182,15 +193,24 @@ def measure_tokens(rounds: int) -> list[Comparison]:
 # ------------------------------------------------------------------------------------------ whole processes
 
 
-def run_python(*arguments: str) -> tuple[float, str]:
-    """Seconds of a whole Python process at the top level of the lab, and what it printed."""
+class Process(NamedTuple):
+    """What a whole process took, in seconds, and what it printed."""
+
+    wall: float
+    cpu: float
+    output: str
+
+
+def run_python(*arguments: str) -> Process:
+    """Run Python at the top level of the lab; seconds from start to end, and of the processors meanwhile."""
     environment = dict(os.environ, PYTHONDONTWRITEBYTECODE="1")
-    start = time.perf_counter()
+    start, before = time.perf_counter(), os.times()
     finished = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-    seconds = time.perf_counter() - start
+    wall, after = time.perf_counter() - start, os.times()
     if finished.returncode:
         raise RuntimeError(f"python {' '.join(arguments)} ended with {finished.returncode}:\n{finished.stderr}")
-    return seconds, finished.stdout
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return Process(wall, cpu, finished.stdout)
 
 
 def measure_process(rounds: int) -> list[Comparison]:
@@ -199,10 +219,15 @@ def measure_process(rounds: int) -> list[Comparison]:
         lab, peer = ("rl_lab.py", "--algorithm", "all", "--output", folder), ("-c", "import torch")
         for number in range(rounds + 1):
             progress(f"process: round {number} of {rounds}")
-            for command, seconds in ((lab, ours), (peer, theirs)) if number % 2 else ((peer, theirs), (lab, ours)):
-                seconds.append(run_python(*command)[0])
+            for command, runs in ((lab, ours), (peer, theirs)) if number % 2 else ((peer, theirs), (lab, ours)):
+                runs.append(run_python(*command))
+    what, named = "rl_lab.py --algorithm all", "python -c 'import torch'"
     # The first round is the warm-up: it fills the file cache.
-    return [Comparison("rl_lab.py --algorithm all", "python -c 'import torch'", "s", ours[1:], theirs[1:], PROCESS_BOUND)]
+    wall = [[run.wall for run in runs[1:]] for runs in (ours, theirs)]
+    cpu = [[run.cpu for run in runs[1:]] for runs in (ours, theirs)]
+    found = [Comparison(f"{what}, time", named, "s", *wall, PROCESS_BOUND)]
+    # Windows does not say what a child used.
+    return found + ([Comparison(f"{what}, processor time", named, "s", *cpu, None)] if all(cpu[1]) else [])
 
 
 ADAM_CHILD = """
@@ -222,7 +247,7 @@ def measure_adam(rounds: int) -> list[Comparison]:
     runs = []
     for number in range(rounds + 1):
         progress(f"adam: round {number} of {rounds}")
-        runs.append(json.loads(run_python("-c", ADAM_CHILD)[1]))
+        runs.append(json.loads(run_python("-c", ADAM_CHILD).output))
     constructed, imported, modules = (list(column) for column in zip(*runs[1:]))
     what = f"first torch.optim.Adam(...), imports {statistics.median(modules):.0f} modules"
     return [Comparison(what, "import torch", "s", constructed, imported, None)]
@@ -241,6 +266,10 @@ def build_parser() -> LabParser:
         return int(text)
 
     parser.add_argument("--rounds", type=positive, default=9, metavar="N", help="rounds of each comparison; default 9")
+    parser.add_argument(
+        "--threads", type=positive, default=THREADS, metavar="N",
+        help=f"threads of gae and tokens; default {THREADS}, torch's own. 1 is steadier on a machine that is busy",
+    )
     parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS), help="default: all four")
     parser.add_argument("--token-child", choices=TOKEN_VARIANTS, help=argparse.SUPPRESS)
     return parser
@@ -248,14 +277,16 @@ def build_parser() -> LabParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = build_parser().parse_args(argv)
+    torch.set_num_threads(arguments.threads)
     if arguments.token_child:
         token_child(arguments.token_child)
         return
     found = [comparison for name in arguments.only for comparison in MEASUREMENTS[name](arguments.rounds)]
     if not found:
         return
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     print(
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, Python "
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores{load}, {torch.get_num_threads()} threads, Python "
         f"{platform.python_version()}, torch {torch.__version__}; medians of {arguments.rounds} rounds in turn\n"
     )
     print(format_table(HEADER, [comparison.row() for comparison in found]))

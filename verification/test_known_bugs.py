@@ -44,6 +44,7 @@ from rl_lab import (
     sample_ppo,
     train,
 )
+from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 from token_objectives import mean_over_tokens, mean_per_response, token_id_mask
 
 CASES = {

@@ -25,7 +25,7 @@ import rl_lab
 import token_objectives as tokens
 from ppo_chain import ChainSettings, train_chain
 from rl_lab import BanditSettings, FileProblem, LabParser, Range, train
-from test_rl_lab import Case, f64
+from test_rl_lab import Case, f64, setUpModule, tearDownModule  # noqa: F401  (the last two: one thread)
 
 # ------------------------------------------------------------------------------------------ the second implementation
 
@@ -422,6 +422,14 @@ class BanditLoops(LoopCase):
             self.assertEqual((at_limit["optimizer_steps"], at_limit["stopped_early"]), (2, 0))
             self.assertEqual((below["optimizer_steps"], below["stopped_early"]), (1, 1))
 
+    def test_the_trace_of_huge_rewards(self):
+        trace = train("grpo", reward_table=f64(1e200, 0.0).unsqueeze(0), steps=1, seed=1).first_batch_trace
+        wins = sum(row["reward"] > 0 for row in trace)
+        self.assertIn(wins, range(1, 8))
+        for row in trace:  # mean w/8, variance w/8 (1 - w/8), in units of 1e200
+            self.assertAlmostEqual(row["group_mean"] / 1e200, wins / 8, places=14)
+            self.assertAlmostEqual(row["group_std"] / 1e200, math.sqrt(wins / 8 * (1 - wins / 8)), places=14)
+
     def test_tables_of_other_kinds(self):
         whole = train("ppo", reward_table=torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float32), steps=2)
         self.assertEqual((whole.policy.dtype, whole.task.rewards.dtype), (torch.float64, torch.float64))
@@ -483,6 +491,11 @@ class Details(LoopCase):
                 else:
                     with self.assertRaisesRegex(ValueError, "rows that sum to 1"):
                         rl_lab.zero_variance_probability(probabilities, 2)
+
+    def test_adam_takes_any_iterable(self):
+        parameters = [torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
+        rl_lab.Adam(iter(parameters), 0.1).step([torch.ones(2, dtype=torch.float64), -torch.ones(1, dtype=torch.float64)])
+        self.assertClose(torch.cat(parameters), [-0.1, -0.1, 0.1], atol=1e-8)
 
     def test_no_pairs_are_still_whole_numbers(self):
         pairs = rl_lab.preference_pairs(torch.ones(2, 3, dtype=torch.float64))
@@ -758,7 +771,7 @@ class SettingsAndFlags(unittest.TestCase):
         good = {"0-3": [0, 1, 2, 3], "0,7,19": [0, 7, 19], "5": [5], "3,1-3,0": [3, 1, 2, 0], "4-4": [4], "0-999": list(range(1000))}
         for text, seeds in good.items():
             self.assertEqual(rl_lab.parse_seeds(text), seeds)
-        for text in ("", "3-1", "a", "1-2-3", "1,,2", "-1", "1.5", "0-1000", "0-99999999999999999999999", "1-"):
+        for text in ("", "3-1", "1,3-2", "a", "1-2-3", "1,,2", "-1", "1.5", "0-1000", "0-99999999999999999999999", "1-"):
             with self.subTest(text), self.assertRaisesRegex(rl_lab.argparse.ArgumentTypeError, "wanted seeds such as") as caught:
                 rl_lab.parse_seeds(text)
             self.assertTrue(caught.exception.__suppress_context__)
@@ -778,6 +791,7 @@ class Files(unittest.TestCase):
         document = dict(
             name="x", none=None, empty=[], numbers=[1, 2.5], table=[[1.0, 0.5], [0.0, 1.0]], rows=[{"a": 1}], config={"seed": 7, "list": [1]}
         )
+        self.assertEqual(rl_lab.csv_text([dict(step=0)]), "step\n0\n")
         text = rl_lab.json_text(document)
         self.assertEqual(
             text,
@@ -804,6 +818,15 @@ class Files(unittest.TestCase):
         self.assertEqual((first.read_bytes(), second.read_bytes()), ("naïve\n".encode(), b"two"))
         self.assertEqual(sorted(os.listdir(self.folder)), ["a.csv", "b.json"])
 
+    def test_files_are_utf8_with_plain_line_ends_on_every_system(self):
+        with mock.patch("builtins.open", wraps=open) as opened:
+            rl_lab.replace_files({self.folder / "a.csv": "x"})
+        (call,) = [call for call in opened.call_args_list if str(call.args[0]).endswith(".partial")]
+        self.assertEqual((call.args[1], call.kwargs), ("w", dict(encoding="utf-8", newline="")))
+        with mock.patch.object(Path, "read_text", return_value="[[0, 1]]") as read:
+            rl_lab.read_reward_table(self.folder / "table.json")
+        read.assert_called_once_with(encoding="utf-8")
+
     def test_a_failure_leaves_all_as_it_was(self):
         first = self.folder / "a.csv"
         first.write_text("old")
@@ -818,6 +841,11 @@ class Files(unittest.TestCase):
         with mock.patch.object(rl_lab.os, "replace", side_effect=KeyboardInterrupt), self.assertRaises(KeyboardInterrupt):
             rl_lab.replace_files({first: "new"})
         self.assertEqual((first.read_text(), os.listdir(self.folder)), ("old", ["a.csv"]))
+
+    def test_a_name_too_long_for_its_partial_file(self):
+        with self.assertRaisesRegex(FileProblem, "File name too long; earlier results were left as they were"):
+            rl_lab.replace_files({self.folder / ("x" * 250): "new"})
+        self.assertEqual(os.listdir(self.folder), [])
 
     def test_partial_files_stay_beside_their_target_and_hidden(self):
         seen = []
@@ -842,6 +870,7 @@ class Files(unittest.TestCase):
         (self.folder / "plain").write_text("x")
         rl_lab.check_writable([self.folder / "plain"], expected_bytes=10)  # a file that is there is replaced later
         for path, words in (
+            (self.folder / ("x" * 300), r"cannot be written \(File name too long\); nothing was changed"),
             (deep, "exists and is not a regular file; choose another --output"),
             (self.folder / "plain" / "a.csv", r"plain: cannot be written \((File exists|Not a directory)\); nothing was changed"),
         ):
@@ -887,7 +916,8 @@ class Files(unittest.TestCase):
             ("[[]]", "row 0 has 0 numbers"),
             ("[[1, 2], [1, 2, 3]]", "row 1 has 3 numbers and row 0 has 2; .*two or more actions"),
             ("[[1, 2], [1, true]]", "row 1 holds True; wanted finite numbers"),
-            ('[[1, "2"]]', "row 0 holds '2'"),
+            ('[[1, "2"]]', "row 0 holds 2; wanted finite numbers"),
+            (f'[[1, "{"y" * 99}"]]', f"row 0 holds {'y' * 40}; wanted finite numbers"),
             ("[[1, null]]", "row 0 holds None"),
             ("[[1, NaN]]", "row 0 holds nan"),
             ("[[1, Infinity]]", "row 0 holds inf"),
@@ -933,6 +963,7 @@ class Terminal(io.StringIO):
 
 class Printing(unittest.TestCase):
     def setUp(self):
+        self.addCleanup(torch.set_num_threads, torch.get_num_threads())
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
@@ -945,7 +976,7 @@ class Printing(unittest.TestCase):
     def test_progress_is_one_line_on_a_terminal_only(self):
         with mock.patch.object(sys, "stderr", io.StringIO()):
             self.assertIsNone(rl_lab.progress_line("ppo", 5, "expected_reward"))
-        for steps, shown in ((2, [0, 1, 2]), (199, list(range(200))), (250, [*range(0, 249, 2), 250]), (305, [*range(0, 305, 3), 305])):
+        for steps, shown in ((2, [0, 1, 2]), (199, list(range(200))), (200, list(range(0, 201, 2))), (305, [*range(0, 305, 3), 305])):
             with mock.patch.object(sys, "stderr", Terminal()) as stream:
                 show = rl_lab.progress_line("ppo", steps, "expected_reward")
                 for step in range(steps + 1):
@@ -969,37 +1000,66 @@ class Printing(unittest.TestCase):
         with mock.patch.object(sys, "argv", ["folder/lab.py"]):
             for problem in (FileProblem("disk full"), FloatingPointError("loss is nan")):
                 self.assertEqual(quiet(rl_lab.run_command, fails_with(problem)), (f"lab.py: error: {problem}", "", ""))
-            words = "interrupted: earlier files are whole, nothing of this run was saved\n"
-            self.assertEqual(quiet(rl_lab.run_command, fails_with(KeyboardInterrupt())), (130, "", words))
+            code, out, words = quiet(rl_lab.run_command, fails_with(KeyboardInterrupt()))
+            self.assertEqual((code, out), (130, ""))
+            self.assertRegex(words, "^interrupted: .*\n$")
             with mock.patch.object(sys, "stderr", Terminal()) as stream, self.assertRaises(SystemExit):
                 rl_lab.run_command(fails_with(KeyboardInterrupt()))
-            self.assertEqual(stream.getvalue(), "\n" + words)
+            self.assertEqual(stream.getvalue(), "\n" + words)  # below the progress line
             with self.assertRaises(ZeroDivisionError):  # a mistake of ours keeps its traceback
                 rl_lab.run_command(fails_with(ZeroDivisionError()))
         self.assertEqual(quiet(rl_lab.run_command, lambda: print("fine")), (None, "fine\n", ""))
+        with mock.patch.object(sys, "stdout", None):  # a program without standard output
+            rl_lab.run_command(lambda: None)
 
-    def test_a_closed_pipe_is_no_error_message(self):
-        # In a process of its own, since the command gives up its standard output.
+    def test_commands_compute_in_one_thread(self):
+        torch.set_num_threads(2)
+        rl_lab.run_command(lambda: self.assertEqual(torch.get_num_threads(), 1))
+
+    def test_terminals(self):
+        self.assertTrue(rl_lab.is_terminal(Terminal()))
+        self.assertFalse(rl_lab.is_terminal(io.StringIO()))
+        self.assertFalse(rl_lab.is_terminal(None))
+
+    def exit_of_command_printing_to(self, open_output):
+        """What run_command exits with when standard output is the file that `open_output` opens; in a process of its own."""
+        reader, writer = os.pipe()
         process = os.fork()
         if not process:
             try:
-                reader, writer = os.pipe()
-                os.close(reader)
-                os.dup2(writer, 1)
+                os.dup2(open_output(), 1)
                 sys.stdout = os.fdopen(1, "w")
                 try:
                     rl_lab.run_command(lambda: print("x"))
+                    answer = None
                 except SystemExit as stop:
                     # Standard output now leads to the null device: what is still buffered goes there without an error.
                     sys.stdout.flush()
-                    os._exit(stop.code if os.fstat(1).st_rdev == os.stat(os.devnull).st_rdev else 7)
-                os._exit(8)
-            except BaseException:
-                os._exit(9)
-        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), 1)
+                    answer = [stop.code, os.fstat(1).st_rdev == os.stat(os.devnull).st_rdev]
+                os.write(writer, json.dumps(answer).encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        os.waitpid(process, 0)
+        with os.fdopen(reader) as answer:
+            return json.loads(answer.read())
+
+    def test_a_closed_pipe_is_no_error_message(self):
+        def pipe_without_reader():
+            reader, writer = os.pipe()
+            os.close(reader)
+            return writer
+
+        self.assertEqual(self.exit_of_command_printing_to(pipe_without_reader), [1, True])
+
+    @unittest.skipUnless(Path("/dev/full").exists(), "needs /dev/full")
+    def test_a_full_disk_behind_standard_output_is_told(self):
+        with mock.patch.object(sys, "argv", ["folder/lab.py"]):
+            message, silent = self.exit_of_command_printing_to(lambda: os.open("/dev/full", os.O_WRONLY))
+        self.assertEqual((message, silent), ("lab.py: error: cannot print (No space left on device)", True))
 
     def test_summary(self):
-        runs = [train(algorithm, steps=3, seed=seed) for algorithm in ("ppo", "dpo", "grpo") for seed in (0, 1, 5)]
+        runs = [train(algorithm, steps=3, seed=seed, group_size=2) for algorithm in ("ppo", "dpo", "grpo") for seed in (0, 1, 5)]
 
         def median(of, name, row=-1):
             return statistics.median(run.history[row][name] for run in of)
@@ -1027,7 +1087,11 @@ class Printing(unittest.TestCase):
             ],
         )
         self.assertIn("it ranks none", lines[8])
+        self.assertIn("it ranks none", rl_lab.summary(runs[:6]))
         self.assertNotIn("ranks none", rl_lab.summary(runs[:3]))
+        # Means over contexts of the best and of the worst: (1 + 3) / 2 and (0 + 2) / 2.
+        other = train("ppo", steps=1, reward_table=torch.tensor([[1.0, 0.0], [2.0, 3.0]], dtype=torch.float64))
+        self.assertIn("lies between 1.0000 (always the worst action) and 2.0000 (always the best)", rl_lab.summary([other]))
 
     def test_worked_examples_agree_and_disagreement_shows(self):
         examples = rl_lab.worked_examples()
@@ -1037,10 +1101,17 @@ class Printing(unittest.TestCase):
                 self.assertTrue(example.agrees())
                 self.assertEqual(len(example.result), len(example.expected))
                 for x, y in zip(example.result, example.expected):
+                    self.assertEqual((type(x), type(y)), (float, float))
                     self.assertLess(abs(x - y), 10.0**-example.digits)
                     self.assertEqual(math.copysign(1, x), 1 if x == 0 else math.copysign(1, x))
         self.assertFalse(examples[0]._replace(expected=[-1.098613, -1000.0]).agrees())
         self.assertTrue(examples[0]._replace(expected=[-1.0986123, -1000.0]).agrees())
+        by_title = {example.title.split(":")[0]: example for example in examples}
+        dpo = by_title["DPO at policy = reference"]
+        self.assertEqual(dpo.expected, [0.6931, -0.25, 0.25])
+        self.assertAlmostEqual(dpo.result[0], math.log(2), places=14)
+        for x, y in zip(by_title["token log-probabilities after the causal shift"].result, (0, -math.log(5), -math.log(5), 0)):
+            self.assertAlmostEqual(x, y, places=14)
         broken = [examples[0]._replace(expected=[0.0, 0.0]), *examples[1:]]
         with mock.patch.object(rl_lab, "worked_examples", lambda: broken):
             _, out, _ = quiet(rl_lab.print_worked_examples)
@@ -1197,7 +1268,7 @@ class Commands(unittest.TestCase):
                         terminated=bool(t), boundary=bool(t), advantage=advantage, lambda_return=advantage + old_value)  # fmt: skip
 
         trace = [
-            row(0, 0, 0, 0, 0.0, 0.25, 0.5, 1.0), row(0, 1, 1, 1, 0.0, 0.5, 0.0, -0.5),
+            row(0, 0, 0, 0, 0.5, 0.25, 0.5, 1.0), row(0, 1, 1, 1, 0.0, 0.5, 0.0, -0.5),
             row(1, 0, 0, 1, 0.125, 0.25, 0.75, 0.6125), row(1, 1, 2, 0, 2.0, 0.75, 0.0, 1.25),
         ]  # fmt: skip
         run = ppo_chain.ChainRun(ChainSettings(gamma=0.5, gae_lambda=0.9), [], trace, None, None)
@@ -1205,6 +1276,7 @@ class Commands(unittest.TestCase):
         self.assertEqual(lines[:2], ["First batch, before any update (the critic is still zero):", ""])
         self.assertEqual(lines[2].split(), list(trace[0]))
         self.assertEqual(lines[5].split(), "1 0 0 1 0.125 0.25 0.75 False False 0.6125 0.8625".split())
+        self.assertEqual(lines[6].split(), "1 1 2 0 2 0.75 0 True True 1.25 2".split())
         self.assertEqual(
             lines[8:],
             [

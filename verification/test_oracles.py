@@ -55,7 +55,7 @@ from rl_lab import (
     td_residuals,
     zero_variance_probability,
 )
-from test_rl_lab import Case, f64, flags, leaf
+from test_rl_lab import Case, f64, flags, leaf, setUpModule, tearDownModule  # noqa: F401  (the last two: one thread)
 from token_objectives import mean_over_tokens, mean_per_response
 
 INF, NAN = math.inf, math.nan

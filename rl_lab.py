@@ -1218,7 +1218,7 @@ def read_reward_table(path: Path) -> Tensor:
             )
         for reward in row:
             if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not abs(reward) <= sys.float_info.max:
-                raise FileProblem(f"--reward-table {path}: row {number} holds {str(reward)[:40]}; wanted finite numbers")
+                raise FileProblem(f"--reward-table {path}: row {number} holds {repr(reward)[:40]}; wanted finite numbers")
     return torch.tensor(rows, dtype=torch.float64)
 
 

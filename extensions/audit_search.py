@@ -1,0 +1,915 @@
+"""Which objective gives the reported loss and gradient: every choice of the table, its usual constants, and named edits.
+
+A loss of this family is sum_it w_i (-J_it) + coef * sum_it w_i k_it: J a surrogate with slope G = dJ/dl, k a KL estimate
+with slope H, w_i one weight a row. So one hypothesis is a form of J, a form of k, and a row of weights; J, k and their slopes
+are computed once, and weights are tried on row sums. With a recorded gradient g the two scalars of
+
+    g = factor * (-w G) + factor * coef * w H
+
+are solved by least squares over the tokens, and then explained: a factor of 1 is the row itself, 1/2 a division too many.
+Without a gradient the value alone is compared, with coefficients from a list of those that trainers use. The best match is
+computed again by objectives.evaluate itself, whose formulas are the ones this search borrows.
+
+Mistakes are tried one at a time and only where no combination of plain choices fits (or a declared row does not).
+
+A large batch is worked through in pieces of rows of like length, and gradients are compared on some of its rows first: every
+number that decides (the value, the denominators) is that of the whole batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Iterator, NamedTuple, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import rl_lab
+from extensions.audit_forms import (
+    CLIP_PAIRS,
+    INF,
+    KL_COEFS,
+    Form,
+    Spec,
+    Traits,
+    build_batch,
+    clip_pairs,
+    kl_specs,
+    mask_edits,
+    mistaken_reductions,
+    mistaken_specs,
+    plain_choices,
+    plain_spec,
+    reductions,
+)
+from extensions.audit_read import Recording
+from extensions.objectives import ROWS, Batch
+
+ENTROPY_COEFS = (0.01, 0.001, 0.005, 0.02, 0.05, 0.1, 0.002, 0.003, 0.0005, 0.0001)
+VALUE_COEFS = (0.5, 1.0, 0.1, 0.25)
+VALUE_CLIPS = (0.2, 0.5, 0.1, 0.3, 0.4, 0.6, 1.0)
+FACTORS = tuple(range(2, 17)) + (32, 64)
+VALUE_TOLERANCE = 8e-7
+SAMPLE_TOKENS = 20_000  # gradients are compared on about this many slots first
+PART_SLOTS = 65_536  # a batch is worked through in pieces of about this many slots
+
+
+@dataclass(frozen=True)
+class Match:
+    """One hypothesis that reproduces what was reported. fields: choices and numbers under the names of Row."""
+
+    fields: dict
+    mistakes: tuple[str, ...] = ()
+    factor: float = 1.0
+    by: str = "value"  # "gradient and value", "gradient", "value"
+    residual: float | None = None  # relative, of the gradient
+    gap: float | None = None  # reported minus recomputed loss
+    remarks: tuple[str, ...] = ()
+    order: tuple = ()
+    weak: bool = False  # a constant was solved that the recording should hold
+
+    def label(self) -> str:
+        return describe(self.fields) + (f", times {self.factor:.6g}" if abs(self.factor - 1) > 1e-4 else "")
+
+
+@dataclass
+class LossResult:
+    matches: list[Match] = field(default_factory=list)  # without a mistake, best first
+    mistakes: list[Match] = field(default_factory=list)  # with one, best first
+    tried: int = 0
+    nearest: Match | None = None  # smallest residual when nothing matches
+    proportional: Match | None = None  # the gradient fits up to a factor that nothing recorded explains
+    chance: float = 0.0  # expected number of matches by accident among the values compared
+    zero: bool = False  # the reported loss is 0 within rounding: its value tells nothing
+    remarks: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+# ------------------------------------------------------------------------------------------ comparing
+
+
+@dataclass
+class Target:
+    """What was reported."""
+
+    loss: float | None
+    gradient: Tensor | None  # (N, T)
+    eps: float
+    extras: list[tuple[dict, float, str | None]] = field(default_factory=list)  # entropy and critic: fields, loss, mistake
+
+    @property
+    def gradient_tolerance(self) -> float:
+        return max(1e-5, 4 * self.eps if self.eps > 1e-5 else 0)
+
+    def value_tolerance(self, size):
+        """A float32 sum of terms of this total size; half precision is as coarse as its own grid."""
+        return max(VALUE_TOLERANCE, 2 * self.eps if self.eps > 1e-5 else 0) * size + 1e-9
+
+
+def describe(fields: dict) -> str:
+    """The choices of a hypothesis in one line."""
+    f = fields
+    if "value_loss" in f and "ratio" not in f and "kl" not in f:
+        parts = [
+            f"value loss {f['value_loss']}"
+            + (f" clip {f['value_clip']:g}" if "value_clip" in f else "")
+            + f" times {f.get('value_coef', 1):g}"
+        ]
+    elif f.get("token_losses"):
+        parts = ["token losses as recorded"]
+    elif f.get("ratio") == "none":
+        parts = ["A l (no ratio)"]
+    else:
+        text = f"{f.get('ratio', 'token')} ratio, {f.get('surrogate', 'clip')}"
+        if "clip_low" in f:
+            text += f" -{f['clip_low']:g}/+{f['clip_high']:g}"
+        if "ratio_cap" in f and f.get("surrogate") in ("dual_clip", "capped_clip"):
+            text += f" c {f['ratio_cap']:g}"
+        parts = [text]
+    if f.get("off_policy_rows") == "drop":
+        parts.append(f"answers with A < 0 and lag above {f['off_policy_threshold']:g} dropped")
+    if f.get("reduction"):
+        text = f["reduction"].replace("_", " ")
+        if f["reduction"] == "sum_over_budget":
+            text += f" {f['budget']:g}"
+        if f.get("rows_counted") == "nonempty":
+            text += " (non-empty rows)"
+        if f.get("accumulation") == "divide":
+            text += " / accumulation steps"
+        parts.append(text)
+    if f.get("kl", "none") != "none":
+        text = f"+ {f.get('kl_coef', 0):.4g} {f['kl']}"
+        text += " times ratio" if f.get("kl_weight") == "ratio" else ""
+        text += " with the gradient of k2" if f.get("kl_gradient") == "k2" else ""
+        text += " to the old policy" if f.get("kl_anchor") == "old" else ""
+        parts.append(text)
+    if f.get("entropy_coef"):
+        parts.append(f"- {f['entropy_coef']:g} entropy")
+    if f.get("value_coef") and "ratio" in f:
+        parts.append(
+            f"+ {f['value_coef']:g} value loss {f['value_loss']}"
+            + (f" clip {f['value_clip']:g}" if "value_clip" in f else "")
+        )
+    return ", ".join(parts)
+
+
+_NO_EXTRA: list[tuple[dict, float, str | None]] = [({}, 0.0, None)]
+
+
+_NO_EXTRA: list[tuple[dict, float, str | None]] = [({}, 0.0, None)]
+
+
+class Part(NamedTuple):
+    """Some rows of the batch, without the columns that none of them counts."""
+
+    rows: Tensor
+    first: int
+    batch: Batch
+
+
+def parts_of(batch: Batch, rows: Tensor | None = None, slots: int = PART_SLOTS) -> list[Part]:
+    """The batch in pieces of rows that end at like positions, each trimmed to the columns it counts."""
+    rows = torch.arange(len(batch.mask)) if rows is None else rows
+    width = batch.mask.shape[1]
+    if len(rows) == len(batch.mask) and batch.mask.numel() <= slots:
+        return [Part(rows, 0, batch)]
+    any_counted = batch.mask[rows].any(1)
+    end = torch.where(any_counted, width - batch.mask[rows].flip(1).to(torch.uint8).argmax(1), 0)
+    start = torch.where(any_counted, batch.mask[rows].to(torch.uint8).argmax(1), width)
+    order = end.argsort(stable=True)
+    parts: list[Part] = []
+    at = 0
+    while at < len(order):
+        count = max(1, slots // max(int(end[order[min(at + slots // width + 64, len(order) - 1)]]), 1))
+        chosen = order[at : at + count].sort().values
+        at += count
+        low, high = min(int(start[chosen].min()), width - 1), max(int(end[chosen].max()), 1)
+        low = min(low, high - 1)
+        parts.append(Part(rows[chosen], low, take(batch, rows[chosen], low, high)))
+    return parts
+
+
+def take(batch: Batch, rows: Tensor, low: int, high: int) -> Batch:
+    """Rows and columns of a batch, the per-token arrays that forms read."""
+    changes = {}
+    for name in ("logps", "old_logps", "ref_logps", "mask", "entropies", "logits", "ref_logits"):
+        value = getattr(batch, name)
+        if value is not None:
+            changes[name] = value[rows, low:high]
+    A = batch.advantages[rows]
+    return Batch(**changes, advantages=A if A.shape[1] == 1 else A[:, low:high])
+
+
+class Digest:
+    """A form of J (as a loss: -J) or of the KL that has met the batch: row sums of all of it, slopes on the compared rows."""
+
+    def __init__(self, index: int, spec: Spec, screen: "Screen", sign: float):
+        self.index, self.fields, self.mistake = index, spec.fields, spec.mistake
+        self._spec, self._screen, self._sign, self._sums = spec, screen, sign, None
+        self.slope: Tensor | None = None
+        if screen.sample is not None:
+            form = spec.make(screen.sample.batch)
+            self.slope = None if form.slope is None else sign * form.slope
+            if (
+                len(screen.parts) == 1
+                and len(screen.sample.rows) == len(screen.batch.mask)
+                and screen.sample.batch is screen.parts[0].batch
+            ):
+                self._take([(screen.parts[0], form)])
+
+    def _take(self, forms: Sequence[tuple[Part, Form]]) -> None:
+        sums = torch.zeros(len(self._screen.batch.mask), dtype=torch.float64)
+        sizes = torch.zeros_like(sums)
+        for part, form in forms:
+            sums[part.rows], sizes[part.rows] = self._sign * form.value.sum(1), form.value.abs().sum(1)
+        self._sums = sums, sizes
+
+    @property
+    def sums(self) -> Tensor:
+        """Sum over each row's tokens, (N,)."""
+        if self._sums is None:
+            self._take([(part, self._spec.make(part.batch)) for part in self._screen.parts])
+        return self._sums[0]
+
+    @property
+    def sizes(self) -> Tensor:
+        """Sum of the absolute values, (N,)."""
+        return self.sums is not None and self._sums[1]
+
+
+class Screen:
+    """Compares forms with the target on one batch (one mask, one set of advantages)."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        batch: Batch,
+        target: Target,
+        result: LossResult,
+        mask_mistake: str | None = None,
+        declared: dict | None = None,
+    ):
+        self.declared = declared or {}
+        self.recording, self.batch, self.target, self.result = recording, batch, target, result
+        self.mask_mistake = mask_mistake
+        self.traits = Traits.of(batch)
+        self.weights = reductions(recording, batch)
+        self.odd_weights = [] if mask_mistake else mistaken_reductions(recording, batch)
+        self.parts = parts_of(batch)
+        self.sample: Part | None = None
+        self.rows: Tensor | None = None
+        if target.gradient is not None:
+            self.sample = self.parts[0]
+            if len(self.parts) > 1:
+                count = max(8, SAMPLE_TOKENS // batch.mask.shape[1])
+                (self.sample,) = parts_of(
+                    batch, torch.linspace(0, len(batch.mask) - 1, count).round().long().unique(), batch.mask.numel() + 1
+                )
+            self.rows = self.sample.rows
+            whole = target.gradient[self.rows]
+            self.g = whole[:, self.sample.first : self.sample.first + self.sample.batch.mask.shape[1]]
+            self.gg = float((whole * whole).sum())
+            self.entries = int((whole != 0).sum())
+        self.kl_cache: dict = {}
+        self.place: tuple = ()
+        self.use_extras = self.solve_budget = False
+        # A recording that holds every token of its window is no micro-batch: nothing is left to divide it by.
+        self.is_whole_window = (
+            batch.window_tokens is not None and abs(float(batch.lengths.sum()) - batch.window_tokens) < 0.5
+        )
+        self.phase = 0
+
+    def kls(self, ratio: str, with_mistakes: bool) -> list[Digest]:
+        key = (ratio, with_mistakes)
+        if key not in self.kl_cache:
+            specs = kl_specs(self.traits, ratio, with_mistakes, self.rows is None)
+            self.kl_cache[key] = [Digest(index, spec, self, 1.0) for index, spec in enumerate(specs)]
+        return self.kl_cache[key]
+
+    def digest(self, specs: Iterator[Spec] | Sequence[Spec]) -> list[Digest]:
+        return [Digest(index, spec, self, -1.0) for index, spec in enumerate(specs)]
+
+    def try_forms(self, digests: Sequence[Digest], *, with_factors: bool = False, kl: str = "plain") -> None:
+        """Every form with every KL form and reduction; matches go to the result. kl: "none", "plain" or "mistaken" alone."""
+        weights = self.weights + (self.odd_weights if with_factors else [])
+        W = torch.stack([reduction.weights for reduction in weights])
+        by_ratio: dict[str, list[Digest]] = {}
+        for digest in digests:
+            by_ratio.setdefault(digest.fields.get("ratio", "token"), []).append(digest)
+        for group in by_ratio.values():
+            kls: list[Digest] = []
+            if kl != "none" and (self.traits.has_reference or self.traits.moved or self.traits.has_logits):
+                kls = [
+                    k
+                    for k in self.kls(group[0].fields.get("ratio", "token"), kl == "mistaken")
+                    if kl == "plain" or k.mistake
+                ]
+            if kl == "mistaken" and not kls:
+                continue
+            if self.rows is not None:
+                self._by_gradient(group, kls, weights, W, with_factors, alone=kl != "mistaken")
+            elif self.target.loss is not None:
+                self._by_value(group, kls, weights, W, with_factors, alone=kl != "mistaken")
+
+    def _by_gradient(self, group, kls, weights, W, with_factors, alone) -> None:
+        """Solve factor and coefficient for all forms, KL forms and reductions at once; look closer where one fits."""
+        tolerance = self.target.gradient_tolerance
+        Ws, g, gg = W[:, self.rows], self.g, self.gg
+        squares = Ws * Ws
+        zero = torch.zeros_like(g)
+        P = torch.stack([zero if d.slope is None else d.slope for d in group])  # (F, n, T)
+        x, a = (P * g).sum(2) @ Ws.T, (P * P).sum(2) @ squares.T  # (F, R)
+        tiny = 1e-300
+        fits: list[tuple[int, int, int, float, float, float]] = []
+
+        def note(k: int, f: Tensor, c: Tensor, left: Tensor, allowed: Tensor) -> None:
+            residual = (left.clamp(min=0) / max(gg, tiny)).sqrt() if gg > 0 else torch.where(left == 0, 0.0, INF)
+            residual = torch.where(allowed, residual, INF)
+            self.result.tried += residual.numel()
+            best = float(residual.min())
+            if self.result.nearest is None or best < self.result.nearest.residual:
+                where = int(residual.argmin())
+                form, r = divmod(where, residual.shape[1])
+                factor, slope = float(f[form, r]), float(c[form, r])
+                extra = {} if k < 0 else {**kls[k].fields, "kl_coef": slope / factor if factor else 0.0}
+                self.result.nearest = Match(
+                    {**group[form].fields, **weights[r].fields, **extra}, factor=factor, residual=best
+                )
+            for form, r in (residual <= tolerance).nonzero().tolist():
+                fits.append((form, k, r, float(f[form, r]), float(c[form, r]), float(residual[form, r])))
+
+        without = torch.where(a > 0, x / a.clamp(min=tiny), 1.0)
+        if alone:
+            left = torch.where(a > 0, gg - x * without, gg)
+            note(-1, without, torch.zeros_like(x), left, torch.ones_like(x, dtype=torch.bool) if gg > 0 else a == 0)
+        for k, kl_form in enumerate(kls):
+            H = torch.zeros_like(g) if kl_form.slope is None else kl_form.slope
+            y, b = Ws @ (H * g).sum(1), squares @ (H * H).sum(1)  # (R,)
+            if float(b.max()) == 0:
+                if kl_form.mistake == "kl_without_gradient" or kl_form.fields["kl"] == "exact":
+                    note(
+                        k,
+                        without,
+                        torch.zeros_like(x),
+                        torch.where(a > 0, gg - x * without, gg),
+                        torch.ones_like(x, dtype=torch.bool),
+                    )
+                continue
+            cross = (P * H).sum(2) @ squares.T  # (F, R)
+            determinant = a * b - cross * cross
+            both = (a > 0) & (determinant > 1e-12 * a * b)
+            safe = torch.where(both, determinant, 1.0)
+            f = torch.where(both, (x * b - y * cross) / safe, 1.0)
+            c = torch.where(both, (y * a - x * cross) / safe, y / b)
+            left = gg - torch.where(both, f * x + c * y, c * y)
+            note(k, f, c, left, both | (a == 0))
+        for form, k, r, f, c, residual in sorted(fits):
+            d, kl_form = group[form], None if k < 0 else kls[k]
+            free = 1 if kl_form is None else 2
+            if free >= self.entries and abs(f - 1) > tolerance and float(a[form, r]) > 0:
+                continue  # fewer numbers than unknowns: no evidence
+            self.place = (d.index, k, r)
+            if kl_form is not None and (kl_form.mistake == "kl_without_gradient" or kl_form.fields["kl"] == "exact"):
+                self._value_decides_coef(d, kl_form, weights[r], f, with_factors, residual)
+                continue
+            if kl_form is not None:
+                length = math.sqrt(float(squares[r] @ (kl_form.slope * kl_form.slope).sum(1)))
+                if abs(c) * length < 3 * tolerance * math.sqrt(gg):
+                    continue  # a coefficient of 0: the form without KL says the same
+            w = W[r]
+            V, span = f * float(w @ d.sums), abs(f) * float(w @ d.sizes)
+            if kl_form is not None:
+                V, span = V + c * float(w @ kl_form.sums), span + abs(c) * float(w @ kl_form.sizes)
+            coef = c / f if kl_form is not None and f else 0.0
+            self._accept(d, kl_form, weights[r], f, coef, residual, V, span, with_factors, unsure_factor=d.slope is None)
+
+    def _value_decides_coef(self, d, kl_form, reduction, f, with_factors, residual) -> None:
+        """A KL term without gradient: the policy part fits the gradient, and the rest of the value is coef * KL."""
+        if self.target.loss is None or abs(f - 1) > self.target.gradient_tolerance:
+            return
+        policy, kl = float(reduction.weights @ d.sums), float(reduction.weights @ kl_form.sums)
+        span = float(reduction.weights @ d.sizes)
+        if kl == 0:
+            return
+        coef = (self.target.loss - policy) / kl
+        known = self.recording.number("beta")
+        near = [
+            c
+            for c in ([known] if known else KL_COEFS)
+            if abs(coef - c) * abs(kl) <= self.target.value_tolerance(span + abs(coef * kl))
+        ]
+        if near and abs(coef * kl) > 10 * self.target.value_tolerance(span):
+            self._accept(
+                d, kl_form, reduction, 1.0, near[0], residual, policy + near[0] * kl, span + abs(coef * kl), with_factors
+            )
+
+    def _by_value(self, group, kls, weights, W, with_factors, alone) -> None:
+        """Compare the value of every form, KL form, coefficient and reduction; no gradient was recorded."""
+        target, steps = self.target, self.batch.accumulation_steps
+        policy, spans = torch.stack([d.sums for d in group]) @ W.T, torch.stack([d.sizes for d in group]) @ W.T  # (F, R)
+        known = self.recording.number("beta")
+        extras = target.extras if self.use_extras else _NO_EXTRA
+        factors = [1.0] if steps <= 1 or self.is_whole_window else [1.0, 1.0 / steps]
+        if with_factors:
+            factors += [
+                -1.0,
+                *([-1.0 / steps] if steps > 1 else []),
+                *(1.0 / k for k in FACTORS if k != steps or self.is_whole_window),
+                *self._sums(),
+                *(n / steps for n in self._sums() if steps > 1),
+            ]
+        loss = target.loss
+
+        def compare(k: int, coef: float, V: Tensor, size: Tensor, allowed: Tensor) -> None:
+            tolerance = target.value_tolerance(size)
+            clear = V.abs() > 20 * tolerance
+            self.result.tried += V.numel() * len(factors) * len(extras)
+            self.result.chance += (
+                len(factors) * len(extras) * float((tolerance / V.abs().clamp(min=max(abs(loss), 1e-12))).sum())
+            )
+            tried: list[tuple[float, tuple[dict, float, str | None]]] = [
+                (f, e) for f in factors for e in extras if with_factors or not e[2]
+            ]
+            if self.solve_budget and k < 0 and loss:
+                for r, reduction in enumerate(weights):
+                    if reduction.fields == {"reduction": "sum_per_response"}:
+                        budgets = (V[:, r] / loss).round().unique().tolist()
+                        longest = int(self.batch.lengths.max())
+                        tried += [(1.0 / n, extras[0]) for n in budgets if longest <= n <= 4096 and n > 1]
+            for f, extra in tried:
+                off = (loss - f * V - extra[1]).abs() <= tolerance + 2e-6 * abs(extra[1])
+                off &= allowed & (clear if f != 1.0 and f != 1.0 / steps else torch.ones_like(clear))
+                for form, r in off.nonzero().tolist() if bool(off.any()) else ():
+                    d = group[form]
+                    self.place = (d.index, k, r)
+                    self._accept(
+                        d,
+                        None if k < 0 else kls[k],
+                        weights[r],
+                        f,
+                        coef,
+                        None,
+                        f * float(V[form, r]),
+                        float(size[form, r]),
+                        with_factors,
+                        extra=extra,
+                    )
+
+        if alone:
+            compare(-1, 0.0, policy, spans, torch.ones_like(policy, dtype=torch.bool))
+        for k, kl_form in enumerate(kls):
+            value, span = W @ kl_form.sums, W @ kl_form.sizes
+            coefs = [known] + ([-known, known * known] if with_factors else []) if known else list(KL_COEFS)
+            if not known and with_factors and kl_form.fields["kl_anchor"] == "reference":
+                coefs += [-c for c in KL_COEFS]
+            for coef in coefs:
+                size = spans + abs(coef) * span
+                tolerance = target.value_tolerance(size)
+                compare(k, coef, policy + coef * value, size, (coef * value).abs() > 3 * tolerance)
+
+    def _sums(self) -> list[float]:
+        rows, tokens = len(self.batch.mask), int(self.batch.lengths.sum())
+        return [float(n) for n in dict.fromkeys((rows, tokens)) if n > 1]
+
+    def _accept(
+        self, form, kl_form, reduction, f, coef, residual, V, span, with_factors, *, extra=None, unsure_factor=False
+    ) -> None:
+        """Explain the factor and the coefficient, and file the match as a plain one or under the mistakes it takes."""
+        target, recording = self.target, self.recording
+        fields = {**form.fields, **reduction.fields}
+        mistakes = [m for m in (self.mask_mistake, form.mistake, reduction.mistake) if m]
+        remarks: list[str] = []
+        if kl_form is not None:
+            fields |= {**kl_form.fields, "kl_coef": coef}
+            if kl_form.mistake:
+                mistakes.append(kl_form.mistake)
+            known = recording.number("beta")
+            usual = list(KL_COEFS) if not known else [known]
+            near = [c for c in usual if abs(coef - c) <= 1e-3 * c]
+            if near:
+                fields["kl_coef"] = near[0]
+            elif f < 0 and any(abs(coef + c) <= 1e-3 * c for c in usual):
+                # Only the policy term is turned: seen from it, the KL's coefficient is negative.
+                fields["kl_coef"] = next(c for c in usual if abs(coef + c) <= 1e-3 * c)
+                remarks.append("the KL term has the right sign")
+            elif coef < 0:
+                magnitude = [c for c in usual if abs(-coef - c) <= 1e-3 * c]
+                mistakes.append("kl_sign")
+                fields["kl_coef"] = magnitude[0] if magnitude else -coef
+                if known and not magnitude:
+                    return
+            elif any(abs(coef - c * c) <= 1e-3 * c * c for c in usual):
+                mistakes.append("beta_twice")
+                fields["kl_coef"] = next(c for c in usual if abs(coef - c * c) <= 1e-3 * c * c)
+                remarks.append(f"coefficient {coef:.4g} is {fields['kl_coef']:g} squared")
+            elif known:
+                mistakes.append("kl_coef_differs")
+                remarks.append(f"coefficient {coef:.4g}, recorded {known:g}")
+            elif residual is None:
+                return
+            else:
+                fields["kl_coef"] = float(f"{coef:.4g}")
+                remarks.append(f"coefficient {coef:.4g} is none of the usual ones")
+        tolerance = target.gradient_tolerance if residual is not None else 1e-9
+        slack = 3 * tolerance if residual is not None else 1e-9
+        steps = self.batch.accumulation_steps
+        per_batch = reduction.fields["reduction"] not in ("mean_over_window", "sum_over_tokens")
+        lengths = self.batch.lengths
+        if abs(f - 1) <= slack or unsure_factor and residual is not None:
+            factor = 1.0
+        elif steps > 1 and abs(f * steps - 1) <= slack and per_batch and not self.is_whole_window:
+            fields["accumulation"] = "divide"
+            factor = 1.0
+        else:
+            factor = f
+            inverse = 1 / f if f else INF
+            whole = round(inverse) if abs(inverse) < 1e9 else 0
+            is_whole = whole > 0 and abs(f * whole - 1) <= slack
+            alone = not mistakes
+            if (
+                alone
+                and is_whole
+                and fields["reduction"] == "sum_per_response"
+                and "rows_counted" not in fields
+                and (self.batch.budget is None and whole >= int(lengths.max()) and "global_batch_size" not in fields)
+            ):
+                budget = {**fields, "reduction": "sum_over_budget", "budget": float(whole)}
+                self._file(
+                    budget,
+                    [],
+                    1.0,
+                    form,
+                    residual,
+                    V,
+                    span,
+                    (*remarks, f"{whole} tokens a row, solved, not recorded"),
+                    extra,
+                    weak=True,
+                )
+            if (
+                alone
+                and residual is not None
+                and fields["reduction"] == "mean_over_tokens"
+                and self.batch.window_tokens is None
+                and f < 1
+            ):
+                tokens = int(lengths.sum()) / f
+                for ranks in (1, 2, 4, 8):
+                    if abs(tokens * ranks - round(tokens * ranks)) <= slack * tokens * ranks and tokens < 1e6:
+                        wide = {**fields, "reduction": "mean_over_window", "window_tokens": round(tokens * ranks) / ranks}
+                        words = f"a window of {round(tokens * ranks)} tokens" + (f" over {ranks} ranks" if ranks > 1 else "")
+                        self._file(
+                            wide,
+                            [],
+                            1.0,
+                            form,
+                            residual,
+                            V,
+                            span,
+                            (*remarks, words + ", solved, not recorded"),
+                            extra,
+                            weak=True,
+                        )
+                        break
+            if residual is not None and not mistakes and self.result.proportional is None:
+                self.result.proportional = Match(fields, (), f, "gradient", residual, remarks=tuple(remarks))
+            if not with_factors and not is_whole:
+                return
+            if abs(f + 1) <= slack or steps > 1 and per_batch and abs(f * steps + 1) <= slack:
+                mistakes.append("loss_sign")
+            elif (
+                is_whole
+                and whole in FACTORS
+                and (
+                    fields["reduction"] not in ("sum_over_tokens", "sum_over_width")
+                    or fields["reduction"] == self.declared.get("reduction")
+                )
+            ):
+                mistakes.append("extra_division")
+                remarks.append(f"divided by {whole}")
+            elif with_factors and any(abs(f - n) <= slack * n or abs(f * steps - n) <= slack * n for n in self._sums()):
+                mistakes.append("sum_for_mean")
+                remarks.append(f"{f:.6g} times the declared mean")
+            else:
+                return
+        if len(mistakes) > 1 and set(mistakes) != {"kl_direction", "kl_sign"}:
+            return
+        self._file(fields, mistakes, factor, form, residual, V, span, tuple(remarks), extra)
+
+    def _file(self, fields, mistakes, factor, form, residual, V, span, remarks, extra, weak: bool = False) -> None:
+        target = self.target
+        gap, by = None, "value" if residual is None else "gradient"
+        if residual is not None and target.loss is not None:
+            best = None
+            for extra_fields, amount, extra_mistake in target.extras or [({}, 0.0, None)]:
+                left = target.loss - V - amount
+                tolerance = target.value_tolerance(span) + 2e-6 * abs(amount) + abs(V) * target.gradient_tolerance
+                if best is None or abs(left) < abs(best[0]) and abs(best[0]) > best[1]:
+                    best = (left, tolerance, extra_fields, extra_mistake)
+            gap = best[0]
+            if abs(gap) <= best[1]:
+                by = "gradient and value"
+                fields = {**fields, **best[2]}
+                if best[3]:
+                    mistakes = [*mistakes, best[3]]
+        elif residual is None:
+            gap = target.loss - V - (extra[1] if extra else 0.0)
+            if extra:
+                fields = {**fields, **extra[0]}
+                if extra[2]:
+                    mistakes = [*mistakes, extra[2]]
+        order = (
+            len(mistakes),
+            {"gradient and value": 0, "value": 0, "gradient": 1}[by],
+            1 if weak else 0,
+            sum(term in fields for term in ("kl", "entropy_coef", "value_coef")),
+            self.phase,
+            *self.place,
+        )
+        match = Match(fields, tuple(dict.fromkeys(mistakes)), factor, by, residual, gap, remarks, order, weak)
+        (self.result.mistakes if mistakes else self.result.matches).append(match)
+
+
+# ------------------------------------------------------------------------------------------ extras: entropy and critic
+
+
+def value_forms(recording: Recording, mask: Tensor) -> Iterator[tuple[dict, Tensor, Tensor, str | None]]:
+    """Squared errors of the critic: fields, value and slope per token, mistake."""
+    arrays = recording.arrays
+    V, G = (torch.where(mask, torch.as_tensor(arrays[name]), 0.0) for name in ("vpreds", "returns"))
+    yield {"value_loss": "square"}, (V - G).square(), 2 * (V - G), None
+    if "values" not in arrays:
+        return
+    V0 = torch.where(mask, torch.as_tensor(arrays["values"]), 0.0)
+    for width in dict.fromkeys([w for w in (recording.number("value_clip"), *VALUE_CLIPS) if w]):
+        clipped = V0 + (V - V0).clamp(-width, width)
+        inside = (V - V0).abs() <= width
+        larger = rl_lab.clipped_value_loss(V, V0, G, width)
+        slope = torch.where(larger == (V - G).square(), 2 * (V - G), 0.0)
+        yield {"value_loss": "clip_max", "value_clip": width}, larger, slope, None
+        slope = torch.where(inside, 2 * (clipped - G), 0.0)
+        yield {"value_loss": "clip_replace", "value_clip": width}, (clipped - G).square(), slope, None
+        smaller = torch.minimum((V - G).square(), (clipped - G).square())
+        slope = torch.where(smaller == (V - G).square(), 2 * (V - G), 0.0)
+        yield {"value_loss": "clip_max", "value_clip": width}, smaller, slope, "value_min_for_max"
+
+
+def extra_terms(recording: Recording, mask: Tensor) -> list[tuple[dict, float, str | None]]:
+    """Entropy and critic terms that may stand beside the policy loss: ({}, 0) first, then coefficients in use.
+
+    Recorded gradients with respect to entropies and vpreds fix the coefficients instead.
+    """
+    arrays = recording.arrays
+    counted = float(mask.sum())
+    entropy: list[tuple[dict, float, str | None]] = [({}, 0.0, None)]
+    if "entropies" in arrays:
+        mean = float(torch.where(mask, torch.as_tensor(arrays["entropies"]), 0.0).sum()) / counted
+        coefs = list(ENTROPY_COEFS)
+        if "dloss_dentropies" in arrays:
+            coefs = [-float(torch.as_tensor(arrays["dloss_dentropies"])[mask].sum())]
+            coefs = [float(f"{coefs[0]:.5g}")] if abs(coefs[0]) > 1e-12 else []
+            entropy = entropy if not coefs else []
+        entropy += [({"entropy_coef": c}, -c * mean, None if c > 0 else "entropy_sign") for c in coefs]
+        if "dloss_dentropies" not in arrays:
+            entropy += [({"entropy_coef": c}, c * mean, "entropy_sign") for c in ENTROPY_COEFS]
+    critic: list[tuple[dict, float, str | None]] = [({}, 0.0, None)]
+    if "vpreds" in arrays and "returns" in arrays:
+        gradient = arrays.get("dloss_dvpreds")
+        for fields, value, slope, mistake in value_forms(recording, mask):
+            mean = float(torch.where(mask, value, 0.0).sum()) / counted
+            coefs = VALUE_COEFS
+            if gradient is not None:
+                g, s = torch.as_tensor(gradient)[mask], slope[mask] / counted
+                coef = float((g * s).sum() / (s * s).sum()) if bool((s != 0).any()) else 0.0
+                if not coef or float((g - coef * s).norm()) > 1e-5 * float(g.norm()):
+                    continue
+                coefs = (float(f"{coef:.5g}"),)
+            critic += [({**fields, "value_coef": c}, c * mean, mistake) for c in coefs]
+        if gradient is not None and len(critic) > 1:
+            critic = critic[1:]
+    return [({**a[0], **b[0]}, a[1] + b[1], a[2] or b[2]) for a in entropy for b in critic if not (a[2] and b[2])]
+
+
+# ------------------------------------------------------------------------------------------ the search
+
+
+def make_target(recording: Recording) -> Target:
+    gradient = recording.get("dloss_dlogps")
+    mask = torch.as_tensor(recording.arrays["mask"])
+    if gradient is not None:
+        gradient = torch.as_tensor(gradient)
+    return Target(recording.number("loss"), gradient, recording.eps, extra_terms(recording, mask))
+
+
+def search_loss(
+    recording: Recording, advantages: np.ndarray | None, *, look_for_mistakes: bool = True, declared: dict | None = None
+) -> LossResult:
+    """All hypotheses for the reported loss and gradient of a rollout, with these advantages (None: A = 1, a likelihood)."""
+    result = LossResult()
+    target = make_target(recording)
+    if target.loss is None and target.gradient is None:
+        result.missing.append("loss, and dloss_dlogps with it: torch.autograd.grad(loss, logps)")
+        return result
+    if "logps" not in recording.arrays and "loss_mat" not in recording.arrays:
+        result.missing.append("logps (rows x tokens)")
+        return result
+    if target.gradient is not None and not bool(torch.isfinite(target.gradient).all()):
+        bad = (~torch.isfinite(target.gradient)).any(1).nonzero().flatten().tolist()
+        result.remarks.append(f"dloss_dlogps is not finite in rows {bad[:10]}; the gradient is left out of the search")
+        target.gradient = None
+    if target.loss is not None and not math.isfinite(target.loss):
+        result.remarks.append(f"the reported loss is {target.loss}")
+        target.loss = None
+        if target.gradient is None:
+            return result
+    rows = len(recording.arrays["mask"])
+    A = np.ones(rows) if advantages is None else advantages
+    loss_mat = recording.get("loss_mat")
+
+    def screen(mask=None, mistake=None):
+        try:
+            batch = build_batch(recording, mask, A, **({} if loss_mat is None else {"logps": loss_mat}))
+        except (ValueError, TypeError) as problem:
+            if mistake is None:
+                result.remarks.append(str(problem))
+            return None
+        return Screen(recording, batch, target, result, mistake, declared)
+
+    def specs_for(batch: Batch) -> list[Spec]:
+        if loss_mat is not None:
+            return [Spec({"token_losses": True}, None, lambda b: Form(-b.logps, -b.mask.to(torch.float64)))]
+        return [plain_spec(fields) for fields in plain_choices(recording, batch, target.gradient)]
+
+    if loss_mat is not None:
+        gradient = recording.get("dloss_dloss_mat")
+        target = Target(target.loss, None if gradient is None else torch.as_tensor(gradient), recording.eps)
+    first = screen()
+    if first is None:
+        return result
+    specs = specs_for(first.batch)
+    forms = first.digest(specs)
+    first.try_forms(forms)
+    by_value = first.rows is None
+    if by_value and not result.matches:
+        # A second look only where the first found nothing: more hypotheses mean more matches by accident.
+        first.use_extras, first.solve_budget, first.phase = len(target.extras) > 1, first.batch.budget is None, 1
+        if first.use_extras or first.solve_budget:
+            first.try_forms(forms)
+    result.zero = _is_zero(target, first)
+    sure = [match for match in result.matches if not match.weak and match.by != "gradient"]
+    fits = [match for match in result.matches if declared is None or fits_declared(match.fields, declared)]
+    if look_for_mistakes and (not sure and not (fits and target.loss is None) or not fits):
+        pairs = clip_pairs(recording)[:2]
+
+        def worth(candidates: Sequence) -> list:
+            return [c for c in candidates if not by_value or likely(c.fields, declared, pairs)]
+
+        first.use_extras, first.phase = len(target.extras) > 1, 2
+        first.try_forms(worth(forms), with_factors=True)
+        first.use_extras = False
+        if loss_mat is None:
+            if first.batch.ref_logps is not None:
+                first.try_forms(
+                    [d for d in worth(forms) if d.fields.get("surrogate") in ("clip", "plain", "dual_clip")],
+                    with_factors=True,
+                    kl="mistaken",
+                )
+            first.try_forms(first.digest(worth(list(mistaken_specs(recording, first.traits, declared)))))
+        for name, mask in mask_edits(recording).items():
+            edited = screen(mask, name)
+            if edited is not None:
+                edited.phase = 2
+                edited.try_forms(
+                    edited.digest([spec for spec in specs_for(edited.batch) if likely(spec.fields, declared, pairs)])
+                )
+    if any(match.by != "gradient" for match in result.matches):
+        result.matches = [match for match in result.matches if match.by != "gradient"]
+    elif any(match.by == "gradient and value" for match in result.mistakes):
+        result.matches = []  # both have the gradient, and the mistake has the value as well
+    if any(match.by != "gradient" for match in result.mistakes):
+        result.mistakes = [match for match in result.mistakes if match.by != "gradient"]
+    result.mistakes = _unique(sorted(result.mistakes, key=lambda match: match.order))
+    result.matches = _unique(sorted(result.matches, key=lambda match: match.order))
+    return result
+
+
+def likely(fields: dict, declared: dict | None, pairs: Sequence[tuple[float, float]]) -> bool:
+    """Whether a form is worth an edit of its mask, or any edit when only a value was recorded.
+
+    The declared one is, else the common ones.
+    """
+    if fields.get("token_losses"):
+        return True
+    if declared is not None:
+        if "ratio" not in declared:
+            return True
+        return fields.get("ratio") == declared["ratio"] and (
+            declared["ratio"] == "none" or fields.get("surrogate") == declared.get("surrogate")
+        )
+    common = (
+        fields.get("ratio") == "none"
+        or fields.get("surrogate") in ("clip", "dual_clip", "cispo", "sapo")
+        or fields.get("surrogate") == "plain"
+        and fields.get("ratio") == "token"
+    )
+    return (
+        common
+        and fields.get("off_policy_rows") != "drop"
+        and (fields.get("clip_low"), fields.get("clip_high"))
+        in (*pairs, CLIP_PAIRS[0], CLIP_PAIRS[6], (INF, -0.8), (1.0, 4.0), (INF, 4.0), (None, None))
+    )
+
+
+def _unique(matches: list[Match]) -> list[Match]:
+    seen, kept = set(), []
+    for match in matches:
+        key = (tuple(sorted((k, str(v)) for k, v in match.fields.items())), match.mistakes, round(match.factor, 9))
+        if key not in seen:
+            seen.add(key)
+            kept.append(match)
+    return kept
+
+
+def _is_zero(target: Target, screen: Screen) -> bool:
+    if target.loss is None:
+        return False
+    typical = float(screen.batch.advantages.abs().mean()) if screen.batch.advantages is not None else 1.0
+    return abs(target.loss) <= 1e-6 * max(typical, 1e-3)
+
+
+def fits_declared(fields: dict, declared: dict) -> bool:
+    """True if no choice of a match contradicts the declared ones."""
+    return not differing(fields, declared)
+
+
+def differing(fields: dict, declared: dict) -> list[str]:
+    """Names of declared choices that a match contradicts. A choice without effect in either is not compared."""
+    out = []
+    for name, wanted in declared.items():
+        if name not in fields:
+            continue
+        got = fields[name]
+        same = (
+            abs(got - wanted) <= 1e-3 * max(abs(got), abs(wanted))
+            if isinstance(wanted, float) and isinstance(got, (int, float)) and math.isfinite(wanted) and math.isfinite(got)
+            else got == wanted
+        )
+        if not same:
+            out.append(name)
+    return out
+
+
+def rows_with(fields: dict) -> list[str]:
+    """Named rows of the table whose loss part makes the choices of a match (constants that a user sets are not compared)."""
+    settable = {
+        "clip_low",
+        "clip_high",
+        "kl_coef",
+        "ratio_cap",
+        "budget",
+        "window_tokens",
+        "global_batch_size",
+        "value_coef",
+        "value_clip",
+        "entropy_coef",
+        "off_policy_threshold",
+        "value_loss",
+        "tau_positive",
+        "tau_negative",
+    }
+    names = []
+    for name, row in ROWS.items():
+        own = {"rows_counted": "all", "accumulation": "none", "kl": "none", "off_policy_rows": "keep", **fields}
+        ratio_only = {k: v for k, v in own.items() if hasattr(row, k) and k not in settable}
+        has_kl = row.kl_in_loss
+        # A row's KL is off until its coefficient is set, and rows_counted is idle unless a row is empty.
+        ok = True
+        for key, value in ratio_only.items():
+            if key in ("kl", "kl_weight", "kl_gradient", "kl_anchor"):
+                reads = row.kl if row.kl_place == "loss" else "none"
+                if own["kl"] == "none":
+                    ok &= not has_kl
+                elif key == "kl":
+                    ok &= reads == value
+                else:
+                    ok &= getattr(row, key) == value
+            elif key == "rows_counted":
+                ok &= "rows_counted" not in fields or getattr(row, key) == value
+            elif key == "accumulation":
+                ok &= "accumulation" not in fields or getattr(row, key) == value
+            elif key == "surrogate" and own.get("ratio") == "none":
+                continue
+            elif key == "reduction" and {value, row.reduction} == {"mean_over_window", "mean_over_tokens"}:
+                ok &= (
+                    "window_tokens" not in fields
+                    and value == row.reduction
+                    or value == "mean_over_tokens"
+                    and row.reduction == "mean_over_window"
+                )
+            else:
+                ok &= getattr(row, key) == value
+        if ok:
+            names.append(name)
+    return names

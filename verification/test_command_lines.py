@@ -142,7 +142,14 @@ def start_script(arguments: Sequence[str], folder: Path, **options) -> Running:
     arguments = [argument for argument in arguments if argument != "-B"]
     argv = arguments[2:] if arguments[0] == "-m" else arguments
     argv = [arguments[1], *argv] if arguments[0] == "-m" else argv
-    return Running(argv, folder, as_script(arguments), **options)
+    run = as_script(arguments)
+
+    def entry() -> None:
+        if arguments[0] == "-m":
+            sys.modules.pop(arguments[1], None)  # a test may have imported it; a new process would not have
+        run()
+
+    return Running(argv, folder, entry, **options)
 
 
 def run_main(program: str, *arguments: object, folder: Path | None = None, **options) -> Outcome:
@@ -313,9 +320,11 @@ class ReadmeCommands(CommandCase):
             self.assertEqual([path.name for path in self.folder.rglob("*results*.partial")], [])
 
     def expected_files(self, arguments: list[str]) -> list[Path]:
-        output = option(arguments, "--output")
+        output = option(arguments, "--output") or option(arguments, "--plot")
         if output is None:
             return []
+        if "extensions.tiny_lm" in arguments:
+            return [self.folder / output / f"{a}.json" for a in ("sft", "ppo", "dpo", "online-dpo", "grpo", "rloo")]
         if "rl_lab.py" in arguments:
             algorithms = [option(arguments, "--algorithm")]
             algorithms = ["ppo", "dpo", "grpo"] if algorithms == ["all"] else algorithms
@@ -347,7 +356,7 @@ class ReadmeCommands(CommandCase):
 
     def test_the_two_lines_at_the_top(self):
         lines = [command for command in printed_commands() if command.startswith("python3 ")]
-        self.assertEqual(len(lines), 2)
+        self.assertEqual(len(lines), 3)
         setup, last = zip(*(line.rsplit(" && ", 1) for line in lines))
         self.assertEqual(set(setup), {"python3 -m venv .venv && .venv/bin/python -m pip install -r requirements.txt"})
         with self.subTest("the main job, in a process of its own, gives the table that README.txt prints"):
@@ -376,6 +385,10 @@ class ReadmeCommands(CommandCase):
             if check.exists():  # a copy without hidden files is still a lab
                 (pattern,) = re.findall(r"grep -E '([^']+)' README\.txt", check.read_text(encoding="utf-8"))
                 self.assertEqual([line.strip() for line in README.splitlines() if re.search(pattern, line)], [lines[1]])
+        with self.subTest("the audit of a shipped recording"):
+            done = start_script(re.sub(r"^\.venv/bin/python ", "", last[2]).split(), self.folder).finish()
+            self.assertEqual((done.code, done.err), (0, ""))
+            self.assertIn("token ratio, clip -0.2/+0.2, mean per response", done.out)
         with self.subTest("19 tests in the acceptance suite"):
             suite = unittest.defaultTestLoader.loadTestsFromName("test_rl_lab")
             self.assertEqual(suite.countTestCases(), 19)

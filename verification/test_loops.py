@@ -30,9 +30,25 @@ from test_rl_lab import Case, f64, setUpModule, tearDownModule  # noqa: F401  (t
 # ------------------------------------------------------------------------------------------ the second implementation
 
 # The documented defaults, written again: a changed default in the lab is another run.
-UPDATE = dict(seed=7, steps=120, learning_rate=0.08, max_gradient_norm=1.0, clip_epsilon=0.2, max_updates=4, kl_stop=0.05, value_weight=0.5)
+UPDATE = dict(
+    seed=7,
+    steps=120,
+    learning_rate=0.08,
+    max_gradient_norm=1.0,
+    clip_epsilon=0.2,
+    max_updates=4,
+    kl_stop=0.05,
+    value_weight=0.5,
+)
 BANDIT = dict(
-    UPDATE, ppo_samples=128, ppo_kl_beta=0.02, dpo_beta=0.5, preference_flips=0, group_size=8, online_batch_prompts=16, grpo_kl_weight=0.02
+    UPDATE,
+    ppo_samples=128,
+    ppo_kl_beta=0.02,
+    dpo_beta=0.5,
+    preference_flips=0,
+    group_size=8,
+    online_batch_prompts=16,
+    grpo_kl_weight=0.02,
 )
 CHAIN = dict(UPDATE, gae_lambda=0.95, gamma=1.0, episodes=64)
 TABLE = [[1.0, 0.2, -0.5], [-0.5, 1.0, 0.2], [0.2, -0.5, 1.0], [1.0, -0.5, 0.2]]
@@ -124,7 +140,7 @@ class Replay:
         return total, of_policy, of_critic, dict(value_loss=value_loss, clip_fraction=outside)
 
     def reuse(self, loss, drift, most):
-        """Updates until `most` or until the drift from the first policy is too large: the last update's row, all policies."""
+        """Updates until `most` or until the drift from the first policy is too large: the last one's row, all policies."""
         policies = [copied(self.policy)]
         for count in range(1, most + 1):
             value, of_policy, of_critic, diagnostics = loss()
@@ -158,7 +174,11 @@ class BanditReplay(Replay):
         order = torch.randperm(len(self.clean), generator=torch.Generator().manual_seed(settings["seed"])).tolist()
         self.flipped = sorted(order[: settings["preference_flips"]])
         self.training = [[c, w, b] if i in self.flipped else [c, b, w] for i, (c, b, w) in enumerate(self.clean)]
-        names = {"ppo": ("value_loss", "clip_fraction", "stopped_early"), "dpo": (), "grpo": ("clip_fraction", "zero_group_fraction", "stopped_early")}
+        names = {
+            "ppo": ("value_loss", "clip_fraction", "stopped_early"),
+            "dpo": (),
+            "grpo": ("clip_fraction", "zero_group_fraction", "stopped_early"),
+        }
         self.record(0, self.policy, dict.fromkeys(("loss", "gradient_norm", *names[algorithm]), 0))
         for step in range(1, settings["steps"] + 1):
             row, policies, batch = getattr(self, algorithm)()
@@ -179,7 +199,9 @@ class BanditReplay(Replay):
         probabilities = [softmax(row) for row in self.policy]
         row = {
             "step": step,
-            "expected_reward": statistics.fmean(sum(p * r for p, r in zip(*rows)) for rows in zip(probabilities, self.table)),
+            "expected_reward": statistics.fmean(
+                sum(p * r for p, r in zip(*rows)) for rows in zip(probabilities, self.table)
+            ),
             "optimal_action_probability": statistics.fmean(
                 sum(p for p, r in zip(*rows) if r == max(rows[1])) for rows in zip(probabilities, self.table)
             ),
@@ -205,9 +227,16 @@ class BanditReplay(Replay):
             old_logp = log_softmax(self.policy[x])[a]
             shaped = self.table[x][a] - self.settings["ppo_kl_beta"] * (old_logp + math.log(len(self.table[x])))
             batch.append(
-                dict(context=x, action=a, reward=self.table[x][a], old_logp=old_logp, shaped_return=shaped, old_value=self.critic[x],
-                     advantage=shaped - self.critic[x])
-            )  # fmt: skip
+                dict(
+                    context=x,
+                    action=a,
+                    reward=self.table[x][a],
+                    old_logp=old_logp,
+                    shaped_return=shaped,
+                    old_value=self.critic[x],
+                    advantage=shaped - self.critic[x],
+                )
+            )
         samples = [(b["context"], b["action"], b["old_logp"], b["advantage"]) for b in batch]
         targets = [b["shaped_return"] for b in batch]
         self.samples_seen += len(batch)
@@ -224,9 +253,17 @@ class BanditReplay(Replay):
             for a, reward in zip(actions, rewards):
                 advantage = 0.0 if len(set(rewards)) == 1 else (reward - mean) / (std + 1e-8)
                 batch.append(
-                    dict(context=x, action=a, reward=reward, old_logp=log_softmax(self.policy[x])[a], group=group, group_mean=mean,
-                         group_std=std, advantage=advantage)
-                )  # fmt: skip
+                    dict(
+                        context=x,
+                        action=a,
+                        reward=reward,
+                        old_logp=log_softmax(self.policy[x])[a],
+                        group=group,
+                        group_mean=mean,
+                        group_std=std,
+                        advantage=advantage,
+                    )
+                )
         samples = [(b["context"], b["action"], b["old_logp"], b["advantage"]) for b in batch]
         weight = self.settings["grpo_kl_weight"]
 
@@ -263,7 +300,13 @@ class BanditReplay(Replay):
             return rows
         rows = []
         for c, better, worse in batch:
-            row = dict(context=c, chosen=better, rejected=worse, reward_chosen=self.table[c][better], reward_rejected=self.table[c][worse])
+            row = dict(
+                context=c,
+                chosen=better,
+                rejected=worse,
+                reward_chosen=self.table[c][better],
+                reward_rejected=self.table[c][worse],
+            )
             for moment, policy in zip(("before", "after"), policies):
                 logp = log_softmax(policy[c])
                 row[f"chosen_logp_{moment}"], row[f"rejected_logp_{moment}"] = logp[better], logp[worse]
@@ -287,7 +330,9 @@ class ChainReplay(Replay):
             def drift(old, current, visited=visited):
                 return statistics.fmean(kl(old[s], current[s]) for s in visited)
 
-            samples = [(b["state"], b["action"], log_softmax(self.policy[b["state"]])[b["action"]], b["advantage"]) for b in batch]
+            samples = [
+                (b["state"], b["action"], log_softmax(self.policy[b["state"]])[b["action"]], b["advantage"]) for b in batch
+            ]
             targets = [b["lambda_return"] for b in batch]
             row, policies = self.reuse(lambda: self.actor_critic(samples, targets), drift, settings["max_updates"])
             self.samples_seen += len(batch)
@@ -296,7 +341,10 @@ class ChainReplay(Replay):
                 self.trace = batch[:8]
 
     def sample(self):
-        """Complete episodes as rows of the trace; two steps need no loop: A_1 = r - V(s_1), A_0 = gamma V(s_1) - V(0) + gamma lam A_1."""
+        """Complete episodes as rows of the trace. Two steps need no loop:
+
+        A_1 = r - V(s_1), A_0 = gamma V(s_1) - V(0) + gamma lam A_1.
+        """
         gamma, lam = self.settings["gamma"], self.settings["gae_lambda"]
         (first,) = self.choose([self.policy[0]], self.settings["episodes"])
         second = self.choose([self.policy[1 + a] for a in first], 1)
@@ -306,10 +354,36 @@ class ChainReplay(Replay):
             last = TERMINAL[state][b] - there
             start = gamma * there - here + gamma * lam * last
             common = dict(episode=episode)
-            rows.append(dict(common, t=0, state=0, action=a, reward=0.0, old_value=here, next_value=there, terminated=False,
-                             boundary=False, advantage=start, lambda_return=start + here))  # fmt: skip
-            rows.append(dict(common, t=1, state=state, action=b, reward=TERMINAL[state][b], old_value=there, next_value=0.0,
-                             terminated=True, boundary=True, advantage=last, lambda_return=last + there))  # fmt: skip
+            rows.append(
+                dict(
+                    common,
+                    t=0,
+                    state=0,
+                    action=a,
+                    reward=0.0,
+                    old_value=here,
+                    next_value=there,
+                    terminated=False,
+                    boundary=False,
+                    advantage=start,
+                    lambda_return=start + here,
+                )
+            )
+            rows.append(
+                dict(
+                    common,
+                    t=1,
+                    state=state,
+                    action=b,
+                    reward=TERMINAL[state][b],
+                    old_value=there,
+                    next_value=0.0,
+                    terminated=True,
+                    boundary=True,
+                    advantage=last,
+                    lambda_return=last + there,
+                )
+            )
         return rows
 
     def record(self, step, drift, update):
@@ -359,18 +433,23 @@ BANDIT_CASES = {
     "narrow clip, small norm": (TIES, dict(steps=8, clip_epsilon=0.05, max_gradient_norm=0.02, max_updates=6, seed=5)),
     "heavy anchors": (
         TIES,
-        dict(steps=8, ppo_kl_beta=0.5, grpo_kl_weight=1.5, value_weight=2.0, dpo_beta=3.0, max_updates=3, kl_stop=9.0, seed=6),
+        dict(
+            steps=8, ppo_kl_beta=0.5, grpo_kl_weight=1.5, value_weight=2.0, dpo_beta=3.0, max_updates=3, kl_stop=9.0, seed=6
+        ),
     ),
     "other sizes": (
-        TABLE, dict(steps=4, ppo_samples=17, group_size=3, online_batch_prompts=5, preference_flips=5, max_updates=1, seed=0)
+        TABLE,
+        dict(steps=4, ppo_samples=17, group_size=3, online_batch_prompts=5, preference_flips=5, max_updates=1, seed=0),
     ),
     "flips": (TIES, dict(steps=9, preference_flips=2, learning_rate=0.3, kl_stop=9.0, seed=2)),
-}  # fmt: skip
+}
 CHAIN_CASES = {
     "as documented": dict(steps=12),
     "discount and short memory": dict(steps=6, gamma=0.9, gae_lambda=0.3, episodes=10, seed=1),
     "the stop": dict(steps=6, learning_rate=0.2, kl_stop=0.02, gae_lambda=1.0, seed=2),
-    "no bootstrap of the first step's sum": dict(steps=6, gae_lambda=0.0, value_weight=2.0, max_updates=7, kl_stop=5.0, seed=3),
+    "no bootstrap of the first step's sum": dict(
+        steps=6, gae_lambda=0.0, value_weight=2.0, max_updates=7, kl_stop=5.0, seed=3
+    ),
     "narrow clip, small norm": dict(steps=8, clip_epsilon=0.03, max_gradient_norm=0.04, seed=5),
 }
 
@@ -383,10 +462,12 @@ class BanditLoops(LoopCase):
                     changes = {**changes, "steps": 2}
                 with self.subTest(name, algorithm=algorithm):
                     seen = []
-                    run = train(algorithm, reward_table=torch.tensor(table, dtype=torch.float64), on_step=seen.append, **changes)
+                    run = train(
+                        algorithm, reward_table=torch.tensor(table, dtype=torch.float64), on_step=seen.append, **changes
+                    )
                     replay = BanditReplay(algorithm, table, {**BANDIT, **changes})
-                    # DPO pushes the middle action of three up and down alike: its gradient is a rounding residue of 1e-17. Adam,
-                    # dividing by sqrt(v) + 1e-8, lets it grow within a few steps to digits that count: compare few steps.
+                    # DPO pushes the middle action of three up and down alike: its gradient is a rounding residue of 1e-17.
+                    # Adam, dividing by sqrt(v) + 1e-8, lets it grow within a few steps to digits that count: compare few.
                     tolerance = 1e-6 if algorithm == "dpo" and table is TABLE else 1e-9
                     self.assertRowsMatch(run.history, replay.history, tolerance)
                     self.assertRowsMatch(run.first_batch_trace, replay.trace, tolerance)
@@ -469,7 +550,9 @@ class Details(LoopCase):
             with self.assertRaisesRegex(ValueError, words):
                 rl_lab.clipped_policy_loss(logp, old_logp, advantages)
         nothing, flag = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.bool)
-        with self.assertRaisesRegex(ValueError, r"^rewards: got shape \(0,\), wanted at least 1 on the last axis, the time steps"):
+        with self.assertRaisesRegex(
+            ValueError, r"^rewards: got shape \(0,\), wanted at least 1 on the last axis, the time steps"
+        ):
             rl_lab.td_residuals(nothing, nothing, nothing, flag)
 
     def test_spread_is_measured_against_the_larger_reward(self):
@@ -483,7 +566,14 @@ class Details(LoopCase):
 
     def test_probabilities_may_miss_one_by_rounding_only(self):
         # |sum - 1| <= 1e-6 + 1e-5
-        for off, good in ((0.0, True), (1.05e-5, True), (-1.05e-5, True), (1.10005e-5, False), (1.15e-5, False), (-1.15e-5, False)):
+        for off, good in (
+            (0.0, True),
+            (1.05e-5, True),
+            (-1.05e-5, True),
+            (1.10005e-5, False),
+            (1.15e-5, False),
+            (-1.15e-5, False),
+        ):
             probabilities = f64(0.25, 0.75 + off)
             with self.subTest(off=off):
                 if good:
@@ -529,7 +619,7 @@ class ChainLoops(LoopCase):
                 train_chain(steps=1)
 
     def test_broken_twins_are_told_apart(self):
-        """The replay with one mistake of the loop each: a row or the trace differs, so that the comparison above can fail."""
+        """The replay with one mistake of the loop each: some row differs, so that the comparison above can fail."""
 
         class OldPolicyRefreshed(BanditReplay):
             def actor_critic(self, samples, targets):
@@ -611,7 +701,9 @@ class TokenCheck(LoopCase):
         grpo = result["grpo"]
         self.assertEqual(grpo["rewards"], [1.0, 0.0])
         self.assertClose(grpo["advantages"], [advantage, -advantage])
-        self.assertClose([grpo["loss_before"], grpo["loss_after"], grpo["mean_over_tokens_before"]], [0, loss, advantage / 5])
+        self.assertClose(
+            [grpo["loss_before"], grpo["loss_after"], grpo["mean_over_tokens_before"]], [0, loss, advantage / 5]
+        )
         self.assertClose(grpo["gradient_norm"], math.sqrt(sum(x * x for row in gradient for x in row)))
 
     def test_losses_away_from_the_reference_and_no_stray_gradient(self):
@@ -647,7 +739,10 @@ class TokenCheck(LoopCase):
         later, other, start = mask.clone(), ids.clone(), ids.clone()
         later[1, 2], other[1, 1], start[1, 0] = False, 3, 3
         for name, arguments in (("lengths", (ids, later)), ("last token", (other, mask)), ("first token", (start, mask))):
-            with self.subTest(name), self.assertRaisesRegex(ValueError, r"prompts of lengths \[2, [23]\].* wanted one prompt"):
+            with (
+                self.subTest(name),
+                self.assertRaisesRegex(ValueError, r"prompts of lengths \[2, [23]\].* wanted one prompt"),
+            ):
                 tokens.check_same_prompt(*arguments)
         tokens.check_same_prompt(torch.cat([ids, ids + 1], dim=1), torch.cat([mask, mask], dim=1))  # answers may differ
 
@@ -724,7 +819,9 @@ class SettingsAndFlags(unittest.TestCase):
             for name, flag, default, kind, low, high, above, group in rows:
                 with self.subTest(settings_class.__name__, flag=flag):
                     smallest = math.nextafter(low, math.inf) if above else low
-                    beyond = (high + 1, low - 1) if kind is int else (math.nextafter(high, math.inf), math.nextafter(low, -1))
+                    beyond = (
+                        (high + 1, low - 1) if kind is int else (math.nextafter(high, math.inf), math.nextafter(low, -1))
+                    )
                     beyond += (low,) if above else ()
                     for value in (kind(smallest), kind(high), default):
                         self.assertEqual(getattr(settings_class(**{name: value}), name), value)
@@ -732,7 +829,9 @@ class SettingsAndFlags(unittest.TestCase):
                         self.assertEqual((parsed, type(parsed)), (value, kind))
                     no_number = (2.5,) if kind is int else ()
                     for value in (*beyond, *no_number, "x", True, None, math.nan):
-                        with self.assertRaisesRegex(ValueError, f"^{name}: got .*, wanted a {'whole ' * (kind is int)}number"):
+                        with self.assertRaisesRegex(
+                            ValueError, f"^{name}: got .*, wanted a {'whole ' * (kind is int)}number"
+                        ):
                             settings_class(**{name: value})
                         code, _, message = quiet(parser.parse_args, [f"{flag}={value}"])
                         self.assertEqual(code, 2)
@@ -743,15 +842,21 @@ class SettingsAndFlags(unittest.TestCase):
             self.assertEqual(groups, list(dict.fromkeys(row[-1] for row in rows)))
             for group in parser._action_groups:
                 if group.title in groups:
-                    self.assertEqual([a.dest for a in group._group_actions], [row[0] for row in rows if row[-1] == group.title])
+                    self.assertEqual(
+                        [a.dest for a in group._group_actions], [row[0] for row in rows if row[-1] == group.title]
+                    )
 
     def test_ranges(self):
         self.assertEqual(str(Range(int, 1, 9)), "a whole number from 1 to 9")
         self.assertEqual(str(Range(float, 0, 2.5)), "a number from 0 to 2.5")
         self.assertEqual(str(Range(float, 0, 2.5, above=True)), "a number above 0 up to 2.5")
         whole, real, above = Range(int, 1, 3), Range(float, 0, 1), Range(float, 0, 1, above=True)
-        self.assertEqual([whole.holds(x) for x in (0, 1, 3, 4, 2.0, True, "1", None)], [False, True, True, False] + [False] * 4)
-        self.assertEqual([real.holds(x) for x in (-0.1, 0, 0.5, 1, 1.1, True, "1", None)], [False, True, True, True] + [False] * 4)
+        self.assertEqual(
+            [whole.holds(x) for x in (0, 1, 3, 4, 2.0, True, "1", None)], [False, True, True, False] + [False] * 4
+        )
+        self.assertEqual(
+            [real.holds(x) for x in (-0.1, 0, 0.5, 1, 1.1, True, "1", None)], [False, True, True, True] + [False] * 4
+        )
         self.assertEqual([above.holds(x) for x in (0, 1e-9, 1, 1.1)], [False, True, True, False])
 
     def test_settings_are_frozen(self):
@@ -768,11 +873,21 @@ class SettingsAndFlags(unittest.TestCase):
         self.assertEqual((code, out, err), (2, "", "lab: error: argument --steps: invalid int value: 'x' (see --help)\n"))
 
     def test_seeds(self):
-        good = {"0-3": [0, 1, 2, 3], "0,7,19": [0, 7, 19], "5": [5], "3,1-3,0": [3, 1, 2, 0], "4-4": [4], "0-999": list(range(1000))}
+        good = {
+            "0-3": [0, 1, 2, 3],
+            "0,7,19": [0, 7, 19],
+            "5": [5],
+            "3,1-3,0": [3, 1, 2, 0],
+            "4-4": [4],
+            "0-999": list(range(1000)),
+        }
         for text, seeds in good.items():
             self.assertEqual(rl_lab.parse_seeds(text), seeds)
         for text in ("", "3-1", "1,3-2", "a", "1-2-3", "1,,2", "-1", "1.5", "0-1000", "0-99999999999999999999999", "1-"):
-            with self.subTest(text), self.assertRaisesRegex(rl_lab.argparse.ArgumentTypeError, "wanted seeds such as") as caught:
+            with (
+                self.subTest(text),
+                self.assertRaisesRegex(rl_lab.argparse.ArgumentTypeError, "wanted seeds such as") as caught,
+            ):
                 rl_lab.parse_seeds(text)
             self.assertTrue(caught.exception.__suppress_context__)
 
@@ -787,9 +902,17 @@ class Files(unittest.TestCase):
         self.folder = Path(folder.name)
 
     def test_csv_and_json_text(self):
-        self.assertEqual(rl_lab.csv_text([dict(step=0, loss=0.1), dict(step=1, loss=1 / 3)]), "step,loss\n0,0.1\n1,0.3333333333333333\n")
+        self.assertEqual(
+            rl_lab.csv_text([dict(step=0, loss=0.1), dict(step=1, loss=1 / 3)]), "step,loss\n0,0.1\n1,0.3333333333333333\n"
+        )
         document = dict(
-            name="x", none=None, empty=[], numbers=[1, 2.5], table=[[1.0, 0.5], [0.0, 1.0]], rows=[{"a": 1}], config={"seed": 7, "list": [1]}
+            name="x",
+            none=None,
+            empty=[],
+            numbers=[1, 2.5],
+            table=[[1.0, 0.5], [0.0, 1.0]],
+            rows=[{"a": 1}],
+            config={"seed": 7, "list": [1]},
         )
         self.assertEqual(rl_lab.csv_text([dict(step=0)]), "step\n0\n")
         text = rl_lab.json_text(document)
@@ -810,7 +933,9 @@ class Files(unittest.TestCase):
         events = []
         with (
             mock.patch.object(rl_lab.os, "fsync", lambda number: events.append(("fsync", os.fstat(number).st_size))),
-            mock.patch.object(rl_lab.os, "replace", lambda a, b, replace=os.replace: (events.append(Path(b).name), replace(a, b))),
+            mock.patch.object(
+                rl_lab.os, "replace", lambda a, b, replace=os.replace: (events.append(Path(b).name), replace(a, b))
+            ),
         ):
             rl_lab.replace_files({first: "naïve\n", second: "two"})
         # Everything is on the disk before anything is renamed.
@@ -830,7 +955,9 @@ class Files(unittest.TestCase):
     def test_a_failure_leaves_all_as_it_was(self):
         first = self.folder / "a.csv"
         first.write_text("old")
-        with self.assertRaisesRegex(FileProblem, r"missing.*: No such file or directory; earlier results were left as they were"):
+        with self.assertRaisesRegex(
+            FileProblem, r"missing.*: No such file or directory; earlier results were left as they were"
+        ):
             rl_lab.replace_files({first: "new", self.folder / "missing" / "b.csv": "new"})
         self.assertEqual(first.read_text(), "old")
         self.assertEqual(os.listdir(self.folder), ["a.csv"])
@@ -872,7 +999,10 @@ class Files(unittest.TestCase):
         for path, words in (
             (self.folder / ("x" * 300), r"cannot be written \(File name too long\); nothing was changed"),
             (deep, "exists and is not a regular file; choose another --output"),
-            (self.folder / "plain" / "a.csv", r"plain: cannot be written \((File exists|Not a directory)\); nothing was changed"),
+            (
+                self.folder / "plain" / "a.csv",
+                r"plain: cannot be written \((File exists|Not a directory)\); nothing was changed",
+            ),
         ):
             with self.subTest(words), self.assertRaisesRegex(FileProblem, words):
                 rl_lab.check_writable([deep / "a.csv", path], expected_bytes=10)
@@ -916,8 +1046,8 @@ class Files(unittest.TestCase):
             ("[[]]", "row 0 has 0 numbers"),
             ("[[1, 2], [1, 2, 3]]", "row 1 has 3 numbers and row 0 has 2; .*two or more actions"),
             ("[[1, 2], [1, true]]", "row 1 holds True; wanted finite numbers"),
-            ('[[1, "2"]]', "row 0 holds 2; wanted finite numbers"),
-            (f'[[1, "{"y" * 99}"]]', f"row 0 holds {'y' * 40}; wanted finite numbers"),
+            ('[[1, "2"]]', "row 0 holds '2'; wanted finite numbers"),
+            (f'[[1, "{"y" * 99}"]]', f"row 0 holds '{'y' * 39}; wanted finite numbers"),
             ("[[1, null]]", "row 0 holds None"),
             ("[[1, NaN]]", "row 0 holds nan"),
             ("[[1, Infinity]]", "row 0 holds inf"),
@@ -925,7 +1055,10 @@ class Files(unittest.TestCase):
             (f"[[1, {10**400}]]", "row 0 holds 1000"),
         ):
             path.write_text(text)
-            with self.subTest(words, text=text[:30]), self.assertRaisesRegex(FileProblem, f"--reward-table .*table.json: .*{words}"):
+            with (
+                self.subTest(words, text=text[:30]),
+                self.assertRaisesRegex(FileProblem, f"--reward-table .*table.json: .*{words}"),
+            ):
                 rl_lab.read_reward_table(path)
         path.write_bytes(b"\xff\xfe[[1, 2]]")
         with self.assertRaisesRegex(FileProblem, "not JSON"):
@@ -937,8 +1070,19 @@ class Files(unittest.TestCase):
         for algorithm in ("ppo", "dpo", "grpo"):
             run = train(algorithm, steps=2, preference_flips=2)
             document = rl_lab.run_document(run)
-            pairs = ["flipped_pair_indices", "clean_preference_pairs", "training_preference_pairs"] if algorithm == "dpo" else []
-            names = ["algorithm", "config", "reward_table", "software", "initial_metrics", "final_metrics", *pairs, "first_batch_trace"]
+            pairs = (
+                ["flipped_pair_indices", "clean_preference_pairs", "training_preference_pairs"] if algorithm == "dpo" else []
+            )
+            names = [
+                "algorithm",
+                "config",
+                "reward_table",
+                "software",
+                "initial_metrics",
+                "final_metrics",
+                *pairs,
+                "first_batch_trace",
+            ]
             self.assertEqual(list(document), names)
             self.assertEqual(document["algorithm"], algorithm)
             self.assertEqual(document["config"], {**BANDIT, "steps": 2, "preference_flips": 2})
@@ -970,18 +1114,26 @@ class Printing(unittest.TestCase):
 
     def test_tables_are_aligned(self):
         self.assertEqual(
-            rl_lab.format_table(["a", "bb", "c"], [["long", "1", "22"], ["x", "333", ""]]), "a      bb   c\nlong    1  22\nx     333"
+            rl_lab.format_table(["a", "bb", "c"], [["long", "1", "22"], ["x", "333", ""]]),
+            "a      bb   c\nlong    1  22\nx     333",
         )
 
     def test_progress_is_one_line_on_a_terminal_only(self):
         with mock.patch.object(sys, "stderr", io.StringIO()):
             self.assertIsNone(rl_lab.progress_line("ppo", 5, "expected_reward"))
-        for steps, shown in ((2, [0, 1, 2]), (199, list(range(200))), (200, list(range(0, 201, 2))), (305, [*range(0, 305, 3), 305])):
+        for steps, shown in (
+            (2, [0, 1, 2]),
+            (199, list(range(200))),
+            (200, list(range(0, 201, 2))),
+            (305, [*range(0, 305, 3), 305]),
+        ):
             with mock.patch.object(sys, "stderr", Terminal()) as stream:
                 show = rl_lab.progress_line("ppo", steps, "expected_reward")
                 for step in range(steps + 1):
                     show({"step": step, "expected_reward": step / 8})
-                wanted = "".join(f"\rppo  step {s}/{steps}  expected reward {s / 8:.4f} " + "\n" * (s == steps) for s in shown)
+                wanted = "".join(
+                    f"\rppo  step {s}/{steps}  expected reward {s / 8:.4f} " + "\n" * (s == steps) for s in shown
+                )
                 self.assertEqual(stream.getvalue(), wanted)
 
     def test_progress_is_flushed(self):
@@ -1059,13 +1211,17 @@ class Printing(unittest.TestCase):
         self.assertEqual((message, silent), ("lab.py: error: cannot print (No space left on device)", True))
 
     def test_summary(self):
-        runs = [train(algorithm, steps=3, seed=seed, group_size=2) for algorithm in ("ppo", "dpo", "grpo") for seed in (0, 1, 5)]
+        runs = [
+            train(algorithm, steps=3, seed=seed, group_size=2) for algorithm in ("ppo", "dpo", "grpo") for seed in (0, 1, 5)
+        ]
 
         def median(of, name, row=-1):
             return statistics.median(run.history[row][name] for run in of)
 
         lines = rl_lab.summary(runs).splitlines()
-        self.assertEqual(lines[0].split(), "method expected reward P(best action) KL to reference samples pairs updates".split())
+        self.assertEqual(
+            lines[0].split(), "method expected reward P(best action) KL to reference samples pairs updates".split()
+        )
         self.assertEqual(len(lines), 9)
         for line, start in zip(lines[1:4], (0, 3, 6)):
             of = runs[start : start + 3]
@@ -1075,7 +1231,9 @@ class Printing(unittest.TestCase):
             cells += [f"{median(of, name):.0f}" for name in ("sampled_actions", "pair_presentations", "optimizer_steps")]
             self.assertEqual(line.split(), cells)
         dpo, grpo = runs[3:6], runs[6:]
-        losses = [f"{median(dpo, name, 0):.6f} -> {median(dpo, name):.6f}" for name in ("dpo_training_loss", "dpo_original_loss")]
+        losses = [
+            f"{median(dpo, name, 0):.6f} -> {median(dpo, name):.6f}" for name in ("dpo_training_loss", "dpo_original_loss")
+        ]
         share = statistics.median(statistics.fmean(row["zero_group_fraction"] for row in run.history[1:]) for run in grpo)
         self.assertEqual(
             lines[4:8],
@@ -1110,7 +1268,9 @@ class Printing(unittest.TestCase):
         dpo = by_title["DPO at policy = reference"]
         self.assertEqual(dpo.expected, [0.6931, -0.25, 0.25])
         self.assertAlmostEqual(dpo.result[0], math.log(2), places=14)
-        for x, y in zip(by_title["token log-probabilities after the causal shift"].result, (0, -math.log(5), -math.log(5), 0)):
+        for x, y in zip(
+            by_title["token log-probabilities after the causal shift"].result, (0, -math.log(5), -math.log(5), 0)
+        ):
             self.assertAlmostEqual(x, y, places=14)
         broken = [examples[0]._replace(expected=[0.0, 0.0]), *examples[1:]]
         with mock.patch.object(rl_lab, "worked_examples", lambda: broken):
@@ -1131,7 +1291,9 @@ class Commands(unittest.TestCase):
         real = rl_lab.check_writable
         for module in (rl_lab, ppo_chain, tokens):
             patch = mock.patch.object(
-                module, "check_writable", lambda paths, expected_bytes: (sizes.append((list(paths), expected_bytes)), real(paths, expected_bytes))
+                module,
+                "check_writable",
+                lambda paths, expected_bytes: (sizes.append((list(paths), expected_bytes)), real(paths, expected_bytes)),
             )
             patch.start()
             self.addCleanup(patch.stop)
@@ -1142,7 +1304,9 @@ class Commands(unittest.TestCase):
         code, printed, err = quiet(rl_lab.main, ["--algorithm", "all", "--steps", "3", "--seed", "5", "--output", str(out)])
         self.assertEqual((code, err), (None, ""))
         runs = [train(algorithm, steps=3, seed=5) for algorithm in ("ppo", "dpo", "grpo")]
-        self.assertEqual(sorted(os.listdir(out)), sorted(f"{a}.{kind}" for a in ("ppo", "dpo", "grpo") for kind in ("csv", "json")))
+        self.assertEqual(
+            sorted(os.listdir(out)), sorted(f"{a}.{kind}" for a in ("ppo", "dpo", "grpo") for kind in ("csv", "json"))
+        )
         for run in runs:
             self.assertEqual((out / f"{run.algorithm}.csv").read_text(), rl_lab.csv_text(run.history))
             self.assertEqual((out / f"{run.algorithm}.json").read_text(), rl_lab.json_text(rl_lab.run_document(run)))
@@ -1162,7 +1326,9 @@ class Commands(unittest.TestCase):
             self.assertTrue(printed.startswith("seed 7, 2 iterations\n"))
             self.assertEqual(sorted(os.listdir(out)), [f"{algorithm}.csv", f"{algorithm}.json"])
         parsed = rl_lab.build_parser().parse_args([])
-        self.assertEqual((parsed.algorithm, parsed.output, parsed.seeds, parsed.reward_table), ("all", Path("results"), None, None))
+        self.assertEqual(
+            (parsed.algorithm, parsed.output, parsed.seeds, parsed.reward_table), ("all", Path("results"), None, None)
+        )
         self.assertEqual(rl_lab.build_parser().parse_args(["--algorithm", "atoms"]).algorithm, "atoms")
         self.assertEqual(quiet(rl_lab.main, ["--algorithm", "sarsa"])[0], 2)
         self.assertIn("rl_lab.py --algorithm atoms\n", rl_lab.build_parser().format_help())
@@ -1179,7 +1345,9 @@ class Commands(unittest.TestCase):
             self.assertEqual(json.loads(path.with_suffix(".json").read_text())["config"]["seed"], run.settings.seed)
         self.assertEqual(sorted(os.listdir(out)), ["seed-1", "seed-3"])
         files = ", ".join(str(out / "seed-N" / f"{a}.csv") for a in ("ppo", "dpo", "grpo"))
-        self.assertEqual(printed, f"medians over 2 seeds, 2 iterations\n\n{rl_lab.summary(runs)}\nFiles: {files} and .json beside each\n")
+        self.assertEqual(
+            printed, f"medians over 2 seeds, 2 iterations\n\n{rl_lab.summary(runs)}\nFiles: {files} and .json beside each\n"
+        )
         code, _, err = quiet(rl_lab.main, ["--seeds", "1-2", "--seed", "3", "--output", str(out)])
         self.assertEqual(code, 2)
         self.assertIn("argument --seeds: not allowed with --seed 3", err)
@@ -1196,7 +1364,19 @@ class Commands(unittest.TestCase):
         table.write_text("[[1, 0], [0, 1], [0.5, 0.5]]")
         out = self.folder / "o"
         code, printed, _ = quiet(
-            rl_lab.main, ["--algorithm", "dpo", "--steps", "2", "--reward-table", str(table), "--preference-flips", "1", "--output", str(out)]
+            rl_lab.main,
+            [
+                "--algorithm",
+                "dpo",
+                "--steps",
+                "2",
+                "--reward-table",
+                str(table),
+                "--preference-flips",
+                "1",
+                "--output",
+                str(out),
+            ],
         )
         self.assertIsNone(code)
         saved = json.loads((out / "dpo.json").read_text())
@@ -1210,7 +1390,9 @@ class Commands(unittest.TestCase):
             with self.assertRaisesRegex(FileProblem, "no context has two different rewards"):
                 rl_lab.main(["--algorithm", algorithm, "--reward-table", str(table), "--output", str(self.folder / "none")])
         self.assertFalse((self.folder / "none").exists())
-        self.assertIsNone(quiet(rl_lab.main, ["--algorithm", "ppo", "--steps", "1", "--reward-table", str(table), "--output", str(out)])[0])
+        self.assertIsNone(
+            quiet(rl_lab.main, ["--algorithm", "ppo", "--steps", "1", "--reward-table", str(table), "--output", str(out)])[0]
+        )
 
     def test_atoms_train_nothing(self):
         os_listdir = os.listdir(self.folder)
@@ -1223,7 +1405,9 @@ class Commands(unittest.TestCase):
 
     def test_chain(self):
         out = self.folder / "o"
-        code, printed, _ = quiet(ppo_chain.main, ["--steps", "3", "--seed", "2", "--gae-lambda", "0.5", "--gamma", "0.9", "--output", str(out)])
+        code, printed, _ = quiet(
+            ppo_chain.main, ["--steps", "3", "--seed", "2", "--gae-lambda", "0.5", "--gamma", "0.9", "--output", str(out)]
+        )
         self.assertIsNone(code)
         run = train_chain(steps=3, seed=2, gae_lambda=0.5, gamma=0.9)
         self.assertEqual((out / "ppo_chain.csv").read_text(), rl_lab.csv_text(run.history))
@@ -1243,10 +1427,17 @@ class Commands(unittest.TestCase):
         self.assertTrue(printed.startswith(ppo_chain.explain_trace(run)))
         self.assertEqual(
             printed.removeprefix(ppo_chain.explain_trace(run)).splitlines(),
-            ["", "", "seed 2, 3 iterations, lambda 0.5", "", *table.splitlines(), "",
-             "The best possible return is 1. value_start is the critic's estimate and may exceed it.",
-             f"Cost: 384 sampled actions, 12 optimizer steps. Files: {out / 'ppo_chain.csv'}, {out / 'ppo_chain.json'}"],
-        )  # fmt: skip
+            [
+                "",
+                "",
+                "seed 2, 3 iterations, lambda 0.5",
+                "",
+                *table.splitlines(),
+                "",
+                "The best possible return is 1. value_start is the critic's estimate and may exceed it.",
+                f"Cost: 384 sampled actions, 12 optimizer steps. Files: {out / 'ppo_chain.csv'}, {out / 'ppo_chain.json'}",
+            ],
+        )
 
     def test_default_folders(self):
         def folder_of(module, argv, name):
@@ -1264,13 +1455,26 @@ class Commands(unittest.TestCase):
         """The printed arithmetic is that of the first rewarded episode, from a critic that is no longer zero."""
 
         def row(episode, t, state, action, reward, old_value, next_value, advantage):
-            return dict(episode=episode, t=t, state=state, action=action, reward=reward, old_value=old_value, next_value=next_value,
-                        terminated=bool(t), boundary=bool(t), advantage=advantage, lambda_return=advantage + old_value)  # fmt: skip
+            return dict(
+                episode=episode,
+                t=t,
+                state=state,
+                action=action,
+                reward=reward,
+                old_value=old_value,
+                next_value=next_value,
+                terminated=bool(t),
+                boundary=bool(t),
+                advantage=advantage,
+                lambda_return=advantage + old_value,
+            )
 
         trace = [
-            row(0, 0, 0, 0, 0.5, 0.25, 0.5, 1.0), row(0, 1, 1, 1, 0.0, 0.5, 0.0, -0.5),
-            row(1, 0, 0, 1, 0.125, 0.25, 0.75, 0.6125), row(1, 1, 2, 0, 2.0, 0.75, 0.0, 1.25),
-        ]  # fmt: skip
+            row(0, 0, 0, 0, 0.5, 0.25, 0.5, 1.0),
+            row(0, 1, 1, 1, 0.0, 0.5, 0.0, -0.5),
+            row(1, 0, 0, 1, 0.125, 0.25, 0.75, 0.6125),
+            row(1, 1, 2, 0, 2.0, 0.75, 0.0, 1.25),
+        ]
         run = ppo_chain.ChainRun(ChainSettings(gamma=0.5, gae_lambda=0.9), [], trace, None, None)
         lines = ppo_chain.explain_trace(run).splitlines()
         self.assertEqual(lines[:2], ["First batch, before any update (the critic is still zero):", ""])
@@ -1281,9 +1485,11 @@ class Commands(unittest.TestCase):
             lines[8:],
             [
                 "Episode 1, backwards:",
-                "  A_1 = delta_1 = r_1 - V(s_1) = 2 - 0.75 = 1.25   (terminated: no bootstrap; boundary: nothing carried in)",
+                "  A_1 = delta_1 = r_1 - V(s_1) = 2 - 0.75 = 1.25"
+                "   (terminated: no bootstrap; boundary: nothing carried in)",
                 # delta_0 = .125 + .5 * .75 - .25 = .25
-                "  A_0 = delta_0 + gamma * lambda * A_1 = 0.25 + 0.5 * 0.9 * 1.25 = 0.6125   (delta_0 = r_0 + gamma * V(s_1) - V(s_0))",
+                "  A_0 = delta_0 + gamma * lambda * A_1 = 0.25 + 0.5 * 0.9 * 1.25 = 0.6125"
+                "   (delta_0 = r_0 + gamma * V(s_1) - V(s_0))",
             ],
         )
         unrewarded = run._replace(first_rollout_trace=trace[:2], settings=ChainSettings(gae_lambda=0.0))

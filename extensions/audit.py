@@ -105,7 +105,7 @@ import rl_lab
 from extensions import audit_advantages, audit_checks, audit_forms, audit_preferences, audit_search
 from extensions.audit_mistakes import CATALOGUE, NOTES, SEVERITIES, Finding, finding
 from extensions.audit_read import ALIASES, CANONICAL, NUMBERS, SUFFIXES, Recording, check_numbers, read_recording
-from extensions.audit_search import Match, differing
+from extensions.audit_search import LOSS_DEFAULTS, Match, against, differing
 from extensions.objectives import PREFERENCE_ROWS, ROWS, PreferenceRow, Row, evaluate
 
 # ------------------------------------------------------------------------------------------ what was declared
@@ -138,10 +138,13 @@ class Declared:
                     low, high = row.clip_low, row.clip_high
                 fields |= {"clip_low": float(low), "clip_high": float(high)}
         if row.reduction == "mean_over_window" and "num_items_in_batch" not in recording.numbers:
-            del fields["reduction"]  # without the count of the window any constant denominator may be it
+            fields["window_unknown"] = True  # a mean over any number of tokens may be it
         coef = recording.number("beta", row.kl_coef) if "kl_coef" not in self.set_fields else row.kl_coef
-        place_is_loss = row.kl != "none" and row.kl_place == "loss"
-        if place_is_loss and coef:
+        reference, logps = recording.get("ref_logps"), recording.get("logps")
+        is_visible = reference is None or logps is None or not np.array_equal(reference, logps)
+        if row.kl != "none" and row.kl_place == "loss" and coef and not is_visible:
+            pass  # policy and reference are equal: the term is 0 with gradient 0, whatever it is
+        elif row.kl != "none" and row.kl_place == "loss" and coef:
             fields |= {"kl": row.kl, "kl_coef": float(coef), "kl_weight": row.kl_weight, "kl_gradient": row.kl_gradient}
         else:
             fields["kl"] = "none"
@@ -157,7 +160,6 @@ class Declared:
         return {} if row.baseline == "given" and row.scale == "none" else fields
 
 
-_LOSS_DEFAULTS = {"kl": "none", "accumulation": "none", "off_policy_rows": "keep"}
 _ADVANTAGE_DEFAULTS = {"credit": "outcome", "reward_parts": "sum_then_normalise", "scale": "none"}
 
 
@@ -324,7 +326,7 @@ def _audit_rollout(recording: Recording, declared: Declared | None, report: Repo
         return
     wanted = declared.loss_fields(recording) if declared is not None and not declared.is_pairs else None
     if "loss_mat" in arrays and wanted is not None:
-        wanted = {"reduction": wanted.get("reduction", "mean_over_tokens")}
+        wanted = {name: wanted[name] for name in ("reduction", "window_unknown", "accumulation") if name in wanted}
     A = arrays.get("advantages")
     if A is None and "loss_mat" not in arrays and ("rewards" in arrays or "token_level_rewards" in arrays):
         A = _advantages_for(recording, declared, report)
@@ -587,7 +589,7 @@ def _say_loss(
     matches, mistakes = result.matches, result.mistakes
     if wanted is not None:
         # What was declared comes first among equals.
-        matches = sorted(matches, key=lambda m: (bool(_against(m.fields, wanted)), m.order))
+        matches = sorted(matches, key=lambda m: (bool(against(m.fields, wanted)), m.order))
     report.loss = {
         "matches": [_match_json(m) for m in matches[:MOST_MATCHES]],
         "tied": len(tied(matches)),
@@ -599,8 +601,8 @@ def _say_loss(
     report.gradient = {"agrees": None}
     if not has_gradient:
         report.missing.append("dloss_dlogps: torch.autograd.grad(loss, logps, retain_graph=True)")
-    near_declared = [m for m in mistakes if wanted is not None and not _against(m.fields, wanted)]
-    plain = matches if wanted is None else [m for m in matches if not _against(m.fields, wanted)]
+    near_declared = [m for m in mistakes if wanted is not None and not against(m.fields, wanted)]
+    plain = matches if wanted is None else [m for m in matches if not against(m.fields, wanted)]
     strong = [m for m in plain if not m.weak]
     by_accident = "" if has_gradient else f"; {result.chance:.2g} expected by accident"
     tried = f"{result.tried} hypotheses tried{by_accident}"
@@ -631,7 +633,7 @@ def _say_loss(
                 )
             )
     elif matches:
-        _say_match(recording, declared, advantages, matches, result, report, lines, differs=True)
+        _say_match(recording, declared, advantages, matches, result, report, lines)
         _declared_findings(tied(matches), wanted, report, unsure)
     else:
         lines.append("none of the hypotheses gives what was reported")
@@ -661,23 +663,7 @@ def _say_loss(
     report.findings += audit_checks.not_mistakes(recording, matches, result, has_gradient)
 
 
-def _against(fields: dict, wanted: dict) -> list[str]:
-    """Declared choices that a match contradicts, with what is left out of both filled in."""
-    full = {**_LOSS_DEFAULTS, **fields}
-    names = differing(full, wanted)
-    if "reduction" in names and {full["reduction"], wanted["reduction"]} == {"mean_over_tokens", "mean_over_window"}:
-        names = names if "window_tokens" in fields else names
-    if "clip_low" in names or "clip_high" in names:
-        if full.get("surrogate") not in ("clip", "dual_clip", "capped_clip", "cispo", "dppo_tv", "dppo_kl"):
-            names = [n for n in names if n not in ("clip_low", "clip_high")]
-    if full["kl"] == "none" and wanted.get("kl", "none") == "none":
-        names = [n for n in names if not n.startswith("kl")]
-    if full.get("token_losses"):
-        names = [n for n in names if n == "reduction"]
-    return names
-
-
-def _say_match(recording, declared, advantages, matches, result, report, lines, differs: bool = False) -> None:
+def _say_match(recording, declared, advantages, matches, result, report, lines) -> None:
     best = matches[0]
     same = tied(matches)
     lines.append(f"{best.label()}{_names(audit_search.rows_with(best.fields))}")
@@ -699,7 +685,7 @@ def _say_match(recording, declared, advantages, matches, result, report, lines, 
         )
         lines.append(line)
         report.cannot_tell.append(f"loss: {line}")
-    decide = _tie([m.fields for m in same], decides, _LOSS_DEFAULTS)
+    decide = _tie([m.fields for m in same], decides, LOSS_DEFAULTS)
     if len(same) > 1 and decide:
         lines.append(f"{len(same)} combinations give the same number on this batch:")
         lines += [f"  {line}" for line in decide]
@@ -823,9 +809,9 @@ def _choice_findings(recording, declared, advantages, same, result) -> list[Find
 def _declared_findings(same: list[Match], wanted: dict, report: Report, unsure: bool) -> None:
     """One finding for each declared choice that none of the tied matches makes."""
     match = same[0]
-    full = {**_LOSS_DEFAULTS, **match.fields}
-    shared = set.intersection(*(set(_against(m.fields, wanted)) for m in same))
-    names = [name for name in _against(match.fields, wanted) if name in shared] or _against(match.fields, wanted)
+    full = {**LOSS_DEFAULTS, **match.fields}
+    shared = set.intersection(*(set(against(m.fields, wanted)) for m in same))
+    names = [name for name in against(match.fields, wanted) if name in shared] or against(match.fields, wanted)
     swapped = (full.get("clip_low"), full.get("clip_high")) == (
         wanted.get("clip_high"),
         wanted.get("clip_low"),
@@ -880,7 +866,7 @@ def _say_mistakes(recording, declared, mistakes, matches, result, report, lines,
     if tie:
         report.cannot_tell.append(f"mistake: {', '.join(names)}")
         lines.append(f"cannot tell which mistake: {', '.join(names)}")
-    decide = _tie([m.fields for m in same], _DECIDES_LOSS, _LOSS_DEFAULTS)
+    decide = _tie([m.fields for m in same], _DECIDES_LOSS, LOSS_DEFAULTS)
     if decide:
         lines += [f"  {line}" for line in decide]
         report.cannot_tell += [f"loss: {line}" for line in decide]
@@ -963,7 +949,7 @@ def _audit_value_loss(recording: Recording, report: Report) -> None:
         best = result.matches[0]
         lines.append(best.label())
         report.gradient["agrees"] = True if best.residual is not None else None
-        decide = _tie([m.fields for m in tied(result.matches)], _DECIDES_LOSS, _LOSS_DEFAULTS)
+        decide = _tie([m.fields for m in tied(result.matches)], _DECIDES_LOSS, LOSS_DEFAULTS)
         lines += decide
         report.cannot_tell += [f"loss: {line}" for line in decide]
     elif result.mistakes:

@@ -612,7 +612,9 @@ def check_numbers(numbers: dict[str, float]) -> None:
     for name, (low, high) in _RANGES.items():
         value = numbers.get(name, low)
         if not low <= value <= high or math.isinf(value) and name not in ("clip_low", "clip_high", "ratio_cap"):
-            raise FileProblem(f"{name}: got {value:g}, wanted a number from {low:g}" + (f" to {high:g}" if high < 1e11 else ""))
+            raise FileProblem(
+                f"{name}: got {value:g}, wanted a number from {low:g}" + (f" to {high:g}" if high < 1e11 else "")
+            )
 
 
 def _plain(name: str, value) -> tuple[np.ndarray, str]:
@@ -667,7 +669,9 @@ def _arrange(recording: Recording) -> None:
         arrays["old_logps"] = np.zeros_like(arrays["logps"])
         recording.remarks.append("ratios were recorded, not log-probabilities: taken as log-ratios against 0")
         if "dloss_dratio" in arrays and arrays["dloss_dratio"].shape != arrays["ratio"].shape:
-            raise FileProblem(f"dloss_dratio: got shape {arrays['dloss_dratio'].shape}, wanted {arrays['ratio'].shape} as ratio")
+            raise FileProblem(
+                f"dloss_dratio: got shape {arrays['dloss_dratio'].shape}, wanted {arrays['ratio'].shape} as ratio"
+            )
         if "dloss_dratio" in arrays:
             arrays["dloss_dlogps"] = arrays["dloss_dratio"] * arrays["ratio"]
     lead = next((arrays[n] for n in ("logps", "loss_mat", "vpreds", "token_level_rewards", "mask") if n in arrays), None)

@@ -1,8 +1,8 @@
 """Which objective gives the reported loss and gradient: every choice of the table, its usual constants, and named edits.
 
 A loss of this family is sum_it w_i (-J_it) + coef * sum_it w_i k_it: J a surrogate with slope G = dJ/dl, k a KL estimate
-with slope H, w_i one weight a row. So one hypothesis is a form of J, a form of k, and a row of weights; J, k and their slopes
-are computed once, and weights are tried on row sums. With a recorded gradient g the two scalars of
+with slope H, w_i one weight a row. So one hypothesis is a form of J, a form of k, and a row of weights; J, k and their
+slopes are computed once, and weights are tried on row sums. With a recorded gradient g the two scalars of
 
     g = factor * (-w G) + factor * coef * w H
 
@@ -45,7 +45,7 @@ from extensions.audit_forms import (
     reductions,
 )
 from extensions.audit_read import Recording
-from extensions.objectives import ROWS, Batch
+from extensions.objectives import ROWS, Batch, Row
 
 ENTROPY_COEFS = (0.01, 0.001, 0.005, 0.02, 0.05, 0.1, 0.002, 0.003, 0.0005, 0.0001)
 VALUE_COEFS = (0.5, 1.0, 0.1, 0.25)
@@ -203,7 +203,7 @@ def take(batch: Batch, rows: Tensor, low: int, high: int) -> Batch:
 
 
 class Digest:
-    """A form of J (as a loss: -J) or of the KL that has met the batch: row sums of all of it, slopes on the compared rows."""
+    """A form of J (as a loss: -J) or of the KL that has met the batch: its row sums, and its slopes on the compared rows."""
 
     def __init__(self, index: int, spec: Spec, screen: "Screen", sign: float):
         self.index, self.fields, self.mistake = index, spec.fields, spec.mistake
@@ -759,7 +759,7 @@ def search_loss(
             first.try_forms(forms)
     result.zero = _is_zero(target, first)
     sure = [match for match in result.matches if not match.weak and match.by != "gradient"]
-    fits = [match for match in result.matches if declared is None or fits_declared(match.fields, declared)]
+    fits = [match for match in result.matches if declared is None or not against(match.fields, declared)]
     if look_for_mistakes and (not sure and not (fits and target.loss is None) or not fits):
         pairs = clip_pairs(recording)[:2]
 
@@ -839,77 +839,66 @@ def _is_zero(target: Target, screen: Screen) -> bool:
     return abs(target.loss) <= 1e-6 * max(typical, 1e-3)
 
 
-def fits_declared(fields: dict, declared: dict) -> bool:
-    """True if no choice of a match contradicts the declared ones."""
-    return not differing(fields, declared)
+LOSS_DEFAULTS = {"kl": "none", "accumulation": "none", "off_policy_rows": "keep"}
+"""What a match means by a field that it leaves out."""
+_BANDED = ("clip", "dual_clip", "capped_clip", "cispo", "dppo_tv", "dppo_kl")
+
+
+def against(fields: dict, declared: dict) -> list[str]:
+    """Names of the declared choices that a match contradicts. A choice without effect in either is not compared."""
+    full = {**LOSS_DEFAULTS, **fields}
+    names = differing(full, declared)
+    if full.get("token_losses"):
+        return [name for name in names if name == "reduction"]
+    if declared.get("window_unknown") and full.get("reduction") in ("mean_over_tokens", "mean_over_window"):
+        names = [name for name in names if name != "reduction"]
+    if full.get("surrogate") not in _BANDED:
+        names = [name for name in names if name not in ("clip_low", "clip_high")]
+    if full["kl"] == "none" and declared.get("kl", "none") == "none":
+        names = [name for name in names if not name.startswith("kl")]
+    return names
 
 
 def differing(fields: dict, declared: dict) -> list[str]:
-    """Names of declared choices that a match contradicts. A choice without effect in either is not compared."""
+    """Names that both hold with unequal values; numbers are equal within a thousandth."""
     out = []
-    for name, wanted in declared.items():
-        if name not in fields:
-            continue
-        got = fields[name]
-        same = (
-            abs(got - wanted) <= 1e-3 * max(abs(got), abs(wanted))
-            if isinstance(wanted, float) and isinstance(got, (int, float)) and math.isfinite(wanted) and math.isfinite(got)
-            else got == wanted
-        )
+    for name in declared.keys() & fields.keys():
+        got, wanted = fields[name], declared[name]
+        if isinstance(wanted, float) and isinstance(got, (int, float)):
+            same = got == wanted or math.isclose(got, wanted, rel_tol=1e-3)
+        else:
+            same = got == wanted
         if not same:
             out.append(name)
-    return out
+    return sorted(out, key=list(declared).index)
+
+
+_SETTABLE = frozenset(
+    "clip_low clip_high kl_coef ratio_cap value_coef value_clip value_loss entropy_coef off_policy_threshold tau_positive "
+    "tau_negative".split()
+)
 
 
 def rows_with(fields: dict) -> list[str]:
     """Named rows of the table whose loss part makes the choices of a match (constants that a user sets are not compared)."""
-    settable = {
-        "clip_low",
-        "clip_high",
-        "kl_coef",
-        "ratio_cap",
-        "budget",
-        "window_tokens",
-        "global_batch_size",
-        "value_coef",
-        "value_clip",
-        "entropy_coef",
-        "off_policy_threshold",
-        "value_loss",
-        "tau_positive",
-        "tau_negative",
-    }
-    names = []
-    for name, row in ROWS.items():
-        own = {"rows_counted": "all", "accumulation": "none", "kl": "none", "off_policy_rows": "keep", **fields}
-        ratio_only = {k: v for k, v in own.items() if hasattr(row, k) and k not in settable}
-        has_kl = row.kl_in_loss
-        # A row's KL is off until its coefficient is set, and rows_counted is idle unless a row is empty.
-        ok = True
-        for key, value in ratio_only.items():
-            if key in ("kl", "kl_weight", "kl_gradient", "kl_anchor"):
-                reads = row.kl if row.kl_place == "loss" else "none"
-                if own["kl"] == "none":
-                    ok &= not has_kl
-                elif key == "kl":
-                    ok &= reads == value
-                else:
-                    ok &= getattr(row, key) == value
-            elif key == "rows_counted":
-                ok &= "rows_counted" not in fields or getattr(row, key) == value
-            elif key == "accumulation":
-                ok &= "accumulation" not in fields or getattr(row, key) == value
-            elif key == "surrogate" and own.get("ratio") == "none":
-                continue
-            elif key == "reduction" and {value, row.reduction} == {"mean_over_window", "mean_over_tokens"}:
-                ok &= (
-                    "window_tokens" not in fields
-                    and value == row.reduction
-                    or value == "mean_over_tokens"
-                    and row.reduction == "mean_over_window"
-                )
-            else:
-                ok &= getattr(row, key) == value
-        if ok:
-            names.append(name)
-    return names
+    return [name for name, row in ROWS.items() if _makes(row, fields)]
+
+
+def _makes(row: Row, fields: dict) -> bool:
+    kl = row.kl if row.kl_place == "loss" else "none"
+    if fields.get("kl", "none") == "none":
+        if row.kl_in_loss:  # a row's KL may be listed and off: its coefficient is 0 until it is set
+            return False
+    elif kl != fields["kl"]:
+        return False
+    for name, value in fields.items():
+        if name in _SETTABLE or name.startswith("kl") and fields.get("kl", "none") == "none" or not hasattr(row, name):
+            continue
+        own = kl if name == "kl" else getattr(row, name)
+        if name == "surrogate" and fields.get("ratio") == "none":
+            continue
+        if name == "reduction" and own == "mean_over_window" and value == "mean_over_tokens":
+            continue  # the window may be this batch
+        if own != value:
+            return False
+    return fields.get("off_policy_rows", "keep") == row.off_policy_rows or "off_policy_rows" not in fields

@@ -1,0 +1,120 @@
+"""The list of mutants still fits the source, and a few of them are really run and really caught.
+
+Running all mutants is a command of its own: `python -m verification.mutations`.
+"""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+from verification import mutations
+
+
+class Teeth(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.sources = mutations.read_sources()
+        cls.mutants = mutations.all_mutants(
+            cls.sources
+        )  # refuses a hand-written change whose text is not there exactly once
+
+    def test_every_mutant_is_another_program(self):
+        self.assertEqual(
+            {m.topic for m in self.mutants if m.topic}, {t for rows in mutations.HAND_WRITTEN.values() for t, *_ in rows}
+        )
+        self.assertEqual(len({m.key for m in self.mutants}), len(self.mutants))
+        for mutant in self.mutants:
+            changed = mutant.apply(self.sources[mutant.file])
+            self.assertNotEqual(changed, self.sources[mutant.file], mutant.key)
+        for mutant in self.mutants[::200]:  # the command itself refuses one that is no program
+            compile(mutant.apply(self.sources[mutant.file]), mutant.file, "exec")
+
+    def test_every_listed_equivalent_is_still_a_mutant_and_has_a_reason(self):
+        keys = {mutant.key for mutant in self.mutants}
+        groups = json.loads(mutations.EQUIVALENT.read_text(encoding="utf-8"))
+        listed = [key for group in groups for key in group["mutants"]]
+        self.assertEqual(len(listed), len(set(listed)))
+        self.assertEqual([key for key in listed if key not in keys], [])
+        for group in groups:
+            self.assertGreater(len(group["reason"].split()), 3)
+            self.assertTrue(group["mutants"])
+
+    def test_mechanical_mutants_of_a_small_source(self):
+        source = (
+            '"""Doc."""\nLIMIT = 2\n\n\ndef f(x, y: int = 0.5):\n    """Doc."""\n    if x < LIMIT and not y:\n'
+            '        raise ValueError(f"{x} {1 + 1}")\n    print("a", 3)\n    return max(x - y, g(x, key="a b"), key=True)\n'
+        )
+        found = {(m.line, m.text) for m in mutations.mechanical_mutants("f.py", source)}
+        wanted = {
+            (2, "3"),
+            (2, "1"),
+            (5, "1.0"),
+            (7, "(x < LIMIT or not y)"),
+            (7, "(not y)"),
+            (7, "(x < LIMIT)"),
+            (7, "(x <= LIMIT)"),
+            (7, "(x >= LIMIT)"),
+            (7, "y"),
+            (7, "not (x < LIMIT and (not y))"),
+            (8, "pass"),
+            (9, "pass"),
+            (10, "min"),
+            (10, "(x - y)"),
+            (10, "max(g(x, key='a b'), x - y, key=True)"),
+            (10, "max(x - y, g(x, key='a b'))"),
+            (10, "(x + y)"),
+            (10, "x"),
+            (10, "g(x)"),
+            (10, "False"),
+        }
+        self.assertEqual(found, wanted)
+
+    def test_a_text_that_moved_is_noticed(self):
+        name = "token_objectives.py"
+        for broken in ("", self.sources[name] * 2):
+            with self.assertRaisesRegex(ValueError, "wanted once"):
+                mutations.hand_written_mutants(name, broken)
+
+    def test_four_mutants_are_run_and_caught_and_a_hole_is_told(self):
+        caught = ("clip: maximum", "KL: sign", "groups: sample standard deviation", "DPO: reference added")
+        hole = "value clip: minimum"  # the tests chosen here say nothing of it
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "verification.mutations",
+                    "--only",
+                    *caught,
+                    hole,
+                    "--tests",
+                    "test_rl_lab.PolicyObjectives",
+                    "--output",
+                    str(Path(folder) / "results.jsonl"),
+                ],
+                cwd=mutations.ROOT,
+                capture_output=True,
+                text=True,
+            )
+        self.assertEqual(done.returncode, 1, done.stderr)
+        for topic in caught:
+            self.assertRegex(done.stdout, rf"killed +rl_lab.py:\d+  {topic}: .*\n +by test_rl_lab.PolicyObjectives.test_")
+        self.assertRegex(done.stdout, rf"SURVIVED +rl_lab.py:\d+  {hole}: ")
+        self.assertRegex(done.stdout, r"\ntotal +4 +0 +1 +0\n$")
+
+    def test_bad_flags(self):
+        for arguments, words in ((["--jobs", "0"], "--jobs: got 0"), (["--only", "no such mutant"], "no mutant contains")):
+            err = io.StringIO()
+            with self.assertRaises(SystemExit) as stop, contextlib.redirect_stderr(err):
+                mutations.main(arguments)
+            self.assertEqual(stop.exception.code, 2)
+            self.assertIn(words, err.getvalue())
+
+
+if __name__ == "__main__":
+    unittest.main()

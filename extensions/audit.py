@@ -1154,9 +1154,8 @@ def printed(report: Report, path: str) -> str:
         out += ["", title, *_indented(report.lines.get(key, ["not checked"]))]
     agrees = report.gradient.get("agrees")
     residual = report.gradient.get("residual")
-    words = {True: "agrees with the best match", False: "does not agree with a right computation", None: "not recorded"}[
-        agrees
-    ]
+    wrong = "does not agree with a right computation" + ("; with the mistake it does" if residual is not None else "")
+    words = {True: "agrees with the best match", False: wrong, None: "not recorded"}[agrees]
     out += ["", "Gradient", f"  {words}" + (f" (off by {residual:.1e} of its size)" if residual is not None else "")]
     if report.lines.get("metrics"):
         out += ["", "Reported metrics", *_indented(report.lines["metrics"])]

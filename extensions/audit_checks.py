@@ -412,7 +412,7 @@ def _logs(recording: Recording) -> list[Finding]:
 
 def metric_findings(recording: Recording, lines: list[str]) -> list[Finding]:
     out: list[Finding] = []
-    for check in (_kl_metric, _clip_metric, _sequence_sums, _entropy_metric):
+    for check in (_kl_metric, _shaped_rewards, _clip_metric, _sequence_sums, _entropy_metric):
         out += check(recording, lines)
     return out
 
@@ -538,6 +538,26 @@ def _kl_named(recording, lines, a, mask, array, number) -> list[Finding]:
                 )
             )
     return out
+
+
+def _shaped_rewards(recording: Recording, lines: list[str]) -> list[Finding]:
+    """Rewards of each token = scores - coef * (l0 - lr): the coefficient, and its sign."""
+    a, mask = recording.arrays, recording.get("mask")
+    names = ("token_level_scores", "token_level_rewards", "old_logps", "ref_logps")
+    if mask is None or any(name not in a or a[name].shape != mask.shape for name in names):
+        return []
+    scores, rewards, old, ref = (a[name][mask] for name in names)
+    k1, taken = old - ref, scores - rewards
+    if not (np.isfinite(k1).all() and np.isfinite(taken).all()) or not (k1 != 0).any():
+        return []
+    coef = float(k1 @ taken / (k1 @ k1))
+    if np.abs(taken - coef * k1).max() > 1e-5 * max(1.0, float(np.abs(taken).max())):
+        lines.append("token_level_rewards: not the scores less a multiple of the KL (k1)")
+        return []
+    lines.append(f"token_level_rewards: scores less {coef:.4g} times k1 of the policy that sampled")
+    if coef < -1e-9:
+        return [finding("kl_sign", "mistake", f"token_level_rewards add {-coef:.4g} times k1 to the scores.")]
+    return []
 
 
 def _clip_metric(recording: Recording, lines: list[str]) -> list[Finding]:

@@ -151,8 +151,7 @@ def mask_edits(recording: Recording) -> dict[str, np.ndarray]:
     end = np.where(mask.any(1), mask.shape[1] - mask[:, ::-1].argmax(1), 0)[:, None]
     position = np.arange(mask.shape[1])
     span = (position >= first) & (position < end)
-    tools = recording.get("tool_mask")
-    edits["tool_tokens_counted"] = mask | span if tools is None else mask | (tools & span)
+    edits["tool_tokens_counted"] = mask | span
     if attention is not None:
         edits["prompt_counted"] = mask | (attention & (position < first))
     elif "prompt_lengths" in recording:
@@ -529,6 +528,12 @@ def reductions(recording: Recording, batch: Batch) -> list[Reduction]:
         add({"reduction": "sum_per_response", "rows_counted": "nonempty"}, own_rows)
     add({"reduction": "sum_over_width"}, own_rows)
     add({"reduction": "sum_over_tokens"})
+    parts = recording.get("micro_batch_ids")
+    if parts is not None and len(np.unique(parts)) > 1:
+        names, inverse = np.unique(parts, return_inverse=True)
+        tokens = torch.zeros(len(names), dtype=torch.float64).index_add(0, torch.as_tensor(inverse), lengths.double())
+        weights = 1 / (len(names) * tokens.clamp(min=1))
+        made.append(Reduction({"reduction": "mean_of_micro_batch_means"}, weights[torch.as_tensor(inverse)]))
     if batch.window_rows is not None:
         for name in ("mean_per_response", "sum_per_response"):
             add({"reduction": name, "global_batch_size": batch.window_rows})

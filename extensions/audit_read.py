@@ -740,6 +740,11 @@ def _arrange(recording: Recording) -> None:
             arrays["mask"] = np.ones((rows, width), dtype=bool)
             if width > 1:
                 recording.remarks.append("no mask recorded: every slot is taken as counted; record mask (rows x tokens)")
+    if "tool_mask" in arrays:
+        # 1 on the model's own tokens, as TRL has it: tokens that a tool wrote are in the answer and not in the loss.
+        arrays.setdefault("attention_mask", arrays["mask"])
+        arrays["mask"] = arrays["mask"] & arrays["tool_mask"]
+        recording.remarks.append("counted tokens: mask and tool_mask both set")
     for name in ("rewards_per_func",):
         if name in arrays and (arrays[name].ndim != 2 or arrays[name].shape[0] != rows):
             raise FileProblem(f"{name}: got shape {arrays[name].shape}, wanted ({rows}, F)")

@@ -954,7 +954,7 @@ def other_plants(entry: dict, arrays: dict) -> Iterator[Planted]:
             else (x.sum(1) / mask.sum(1).clamp(min=1)).sum() / (mask.sum(1) > 0).sum()
         )
         (gradient,) = torch.autograd.grad(loss, V)
-        if not math.isclose(float(loss), float(arrays["loss"]), rel_tol=1e-4):
+        if not math.isclose(float(loss.detach()), float(arrays["loss"]), rel_tol=1e-4):
             yield Planted(
                 name,
                 "value_min_for_max",

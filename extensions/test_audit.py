@@ -71,6 +71,11 @@ class PublicReports(unittest.TestCase):
         self.assert_named("tool_tokens_counted", audited({**batch, "loss": 2 / 3}))
         self.assert_clean(audited({**batch, "loss": -1.0}))
 
+    def test_tool_mask_of_a_trainer(self):
+        batch = {"per_token_loss": [[-1.0, 4.0, -1.0]], "completion_mask": [[1, 1, 1]], "tool_mask": [[1, 0, 1]]}
+        self.assert_named("tool_tokens_counted", audited({**batch, "loss": 2 / 3}))
+        self.assert_clean(audited({**batch, "loss": -1.0}))
+
     def test_nan_in_a_masked_slot(self):
         batch = {"logps": [[-0.2, -3.0]], "old_logps": [[-0.2, NAN]], "advantages": [[2.0, 2.0]], "mask": [[1, 0]]}
         self.assert_named("nonfinite_in_masked_slots", audited({**batch, "loss": NAN}))
@@ -127,6 +132,13 @@ class PublicReports(unittest.TestCase):
     def test_averaged_over_ranks_again(self):
         batch = {**self.REDUCED, "accumulation_steps": 1}
         self.assert_named("extra_division", audited({**batch, "loss": 0.75}, "bnpo"))  # 1.5 / 2 ranks
+
+    def test_mean_of_micro_batch_means(self):
+        # Rows 3 | 1 1 1 | 2, the last two in one micro-batch: (3 / 1 + 5 / 4) / 2. A mean per response is 2, over tokens 8 / 5.
+        batch = {"loss_mat": [[3.0, 0, 0], [1.0, 1, 1], [2.0, 0, 0]], "mask": [[1, 0, 0], [1, 1, 1], [1, 0, 0]]}
+        batch |= {"micro_batch_ids": [0, 1, 1], "loss": (3 + 5 / 4) / 2}
+        self.assertEqual(audited(batch).loss["matches"][0]["reduction"], "mean_of_micro_batch_means")
+        self.assert_named("reduction_differs", audited(batch, "bnpo"))
 
     def test_sum_over_answers(self):
         # Dr. GRPO with a budget of 5: 6 / (2 * 5) = 0.6; without the 2 answers 1.2.
@@ -253,6 +265,17 @@ class PublicReports(unittest.TestCase):
         }
         self.assert_named("kl_sign", audited({**batch, "loss": 0.48}))
         self.assertNotIn("kl_sign", audited({**batch, "loss": 0.52}).named())
+
+    def test_kl_in_the_reward(self):
+        # k1 = l0 - lr = .5 and -.2 on the two tokens, coefficient .1, score 1 on the last.
+        batch = {
+            "old_logps": [[-1.0, -1.2]],
+            "ref_logps": [[-1.5, -1.0]],
+            "mask": [[1, 1]],
+            "token_level_scores": [[0.0, 1.0]],
+        }
+        self.assert_named("kl_sign", audited({**batch, "token_level_rewards": [[0.05, 0.98]]}))
+        self.assert_clean(audited({**batch, "token_level_rewards": [[-0.05, 1.02]]}))
 
     def test_negative_k1_is_noise(self):
         # Old -1 -1, new -.5 -1.2: k1 = (-.5 + .2) / 2 = -.15, k3 = .083726.

@@ -253,7 +253,7 @@ def shortened(arguments: list[str]) -> list[str]:
     if script == "unittest" and "test_rl_lab.py" in arguments:
         return [*arguments, "-k", "PolicyObjectives"]
     if script == "extensions.tiny_lm" and "--help" not in arguments:
-        return [*arguments, "--steps", "1"]
+        return [*arguments, "--steps", "1", "--evaluation-prompts", "32", "--dpo-prompts", "16"]
     return arguments
 
 

@@ -80,8 +80,8 @@ class Teeth(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "wanted once"):
                 mutations.hand_written_mutants(name, broken)
 
-    def test_four_mutants_are_run_and_caught_and_a_hole_is_told(self):
-        caught = ("clip: maximum", "KL: sign", "groups: sample standard deviation", "DPO: reference added")
+    def test_mutants_are_run_and_caught_and_a_hole_is_told(self):
+        caught = ("clip: maximum", "groups: sample standard deviation")
         hole = "value clip: minimum"  # the tests chosen here say nothing of it
         with tempfile.TemporaryDirectory() as folder:
             done = subprocess.run(
@@ -105,7 +105,7 @@ class Teeth(unittest.TestCase):
         for topic in caught:
             self.assertRegex(done.stdout, rf"killed +rl_lab.py:\d+  {topic}: .*\n +by test_rl_lab.PolicyObjectives.test_")
         self.assertRegex(done.stdout, rf"SURVIVED +rl_lab.py:\d+  {hole}: ")
-        self.assertRegex(done.stdout, r"\ntotal +4 +0 +1 +0\n$")
+        self.assertRegex(done.stdout, r"\ntotal +2 +0 +1 +0\n$")
 
     def test_bad_flags(self):
         for arguments, words in ((["--jobs", "0"], "--jobs: got 0"), (["--only", "no such mutant"], "no mutant contains")):

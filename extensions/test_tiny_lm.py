@@ -42,6 +42,7 @@ from extensions.tiny_lm_task import (
     written,
 )
 from rl_lab import action_logps, categorical_kl, clipped_policy_loss, group_advantages, response_token_logps
+from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 from token_objectives import mean_per_response
 
 SMALL = dict(

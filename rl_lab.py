@@ -896,8 +896,8 @@ def train(algorithm: str, *, reward_table: Tensor = REWARDS, on_step: OnStep | N
     one), until the exact KL(old || current), mean over contexts, exceeds `kl_stop`; then evaluate. `on_step` is called
     with each row of the history.
 
-    reward_table [C, A] floating, used as float64; settings: the fields of BanditSettings. Uses one local generator: same arguments, same
-    numbers, and no global random state is read or moved.
+    reward_table [C, A] floating, used as float64; settings: the fields of BanditSettings. Uses one local generator: same
+    arguments, same numbers, and no global random state is read or moved.
     Raises ValueError for an unknown algorithm, a setting out of range, a malformed table or one without preferences for
     DPO; FloatingPointError when a loss or gradient is not finite.
     """
@@ -966,7 +966,16 @@ class WorkedExample(NamedTuple):
 
     def agrees(self) -> bool:
         """Whether result and expected are the same to the printed digits."""
-        return [f"{x:.{self.digits}f}" for x in self.result] == [f"{x:.{self.digits}f}" for x in self.expected]
+        return self._printed(self.result) == self._printed(self.expected)
+
+    def text(self, result: str, expected: str) -> str:
+        """Formula, inputs, and both columns of numbers under the given names, indented below a title."""
+        lines = [("formula", self.formula), ("inputs", self.inputs), (result, self._printed(self.result))]
+        lines.append((expected, f"{self._printed(self.expected)}   {'agree' if self.agrees() else 'DIFFER'}"))
+        return "\n".join(f"     {name:<8}  {words}" for name, words in lines)
+
+    def _printed(self, numbers: Sequence[float]) -> str:
+        return ", ".join(f"{x:.{self.digits}f}" for x in numbers)
 
 
 def worked_examples() -> list[WorkedExample]:
@@ -1099,12 +1108,7 @@ def print_worked_examples() -> None:
     """The report of `--algorithm atoms`."""
     examples = worked_examples()
     for example in examples:
-        numbers = [", ".join(f"{x:.{example.digits}f}" for x in column) for column in (example.result, example.expected)]
-        print(f"{example.section}  {example.title}")
-        print(f"     formula   {example.formula}")
-        print(f"     inputs    {example.inputs}")
-        print(f"     result    {numbers[0]}")
-        print(f"     expected  {numbers[1]}   {'agree' if example.agrees() else 'DIFFER'}\n")
+        print(f"{example.section}  {example.title}\n{example.text('result', 'expected')}\n")
     agreeing = sum(example.agrees() for example in examples)
     print(f"{agreeing} of {len(examples)} agree. Section numbers are those of the guide; nothing was trained.")
 

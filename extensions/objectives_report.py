@@ -744,11 +744,7 @@ def worked_examples() -> list[rl_lab.WorkedExample]:
 def print_examples() -> None:
     examples = worked_examples()
     for example in examples:
-        result, expected = (
-            ", ".join(f"{x:.{example.digits}f}" for x in side) for side in (example.result, example.expected)
-        )
-        print(f"{example.title}\n     formula   {example.formula}\n     inputs    {example.inputs}")
-        print(f"     engine    {result}\n     by hand   {expected}   {'agree' if example.agrees() else 'DIFFER'}\n")
+        print(f"{example.title}\n{example.text('engine', 'by hand')}\n")
     print(f"{sum(example.agrees() for example in examples)} of {len(examples)} agree.")
 
 

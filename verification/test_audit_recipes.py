@@ -57,6 +57,11 @@ class RecipeTest(unittest.TestCase):
         return names[class_name]
 
 
+QUIET = dict(
+    use_cpu=True, bf16=False, report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True
+)
+
+
 @needs("trl", "transformers", "datasets", "tokenizers")
 class GrpoRecipe(RecipeTest):
     def trained(self, **options):
@@ -69,18 +74,13 @@ class GrpoRecipe(RecipeTest):
             tiny_model(2).float().save_pretrained(folder)
             policy.config._name_or_path = folder
             settings = dict(
+                QUIET,
                 output_dir=folder,
-                use_cpu=True,
-                bf16=False,
-                report_to="none",
                 per_device_train_batch_size=8,
                 num_generations=4,
                 max_completion_length=8,
                 max_steps=2,
                 learning_rate=0.05,
-                save_strategy="no",
-                logging_strategy="no",
-                disable_tqdm=True,
             )
             trainer = self.recording_class(GRPOTrainer, "RecordingGRPOTrainer")(
                 policy,
@@ -136,17 +136,12 @@ class DpoRecipe(RecipeTest):
         rows = {"prompt": ["w1 w2", "w3"], "chosen": [" w4 w5", " w6"], "rejected": [" w7", " w8 w9 w9"]}
         with tempfile.TemporaryDirectory() as folder:
             settings = dict(
+                QUIET,
                 output_dir=folder,
-                use_cpu=True,
-                bf16=False,
-                report_to="none",
                 beta=0.5,
                 per_device_train_batch_size=2,
                 max_steps=3,
                 learning_rate=0.05,
-                save_strategy="no",
-                logging_strategy="no",
-                disable_tqdm=True,
             )
             trainer = self.recording_class(DPOTrainer, "RecordingDPOTrainer")(
                 tiny_model(1).float(),

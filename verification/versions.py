@@ -1,4 +1,4 @@
-"""Run the suite (test_rl_lab.py and verification/) in fresh environments, one for each Python and torch, and print a table.
+"""Run the suite, as `python -m unittest` does, in fresh environments, one for each Python and torch, and print a table.
 
     python -m verification.versions --list
     python -m verification.versions
@@ -113,8 +113,9 @@ def installed_interpreters() -> list[Interpreter]:
 
 
 def suite() -> list[str]:
-    """The test modules of a row."""
-    return ["test_rl_lab", *(f"verification.{path.stem}" for path in sorted((ROOT / "verification").glob("test_*.py")))]
+    """The test modules of a row: all that `python -m unittest` finds."""
+    paths = [path for folder in (".", "verification", "extensions") for path in sorted((ROOT / folder).glob("test_*.py"))]
+    return [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
 
 
 def run(command: Sequence[str], scratch: Path, seconds: int) -> subprocess.CompletedProcess:

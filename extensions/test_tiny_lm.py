@@ -390,7 +390,7 @@ class Training(unittest.TestCase):
 
     def test_reward_and_held_out_accuracy_rise_over_seeds(self):
         for seed in (0, 7, 19):
-            run = train("grpo", supervised(seed).policy, seed=seed, steps=12, evaluate_every=15, evaluation_prompts=300)
+            run = train("grpo", supervised(seed).policy, seed=seed, steps=15, evaluate_every=15, evaluation_prompts=300)
             first, last = run.history[0], run.history[-1]
             self.assertGreater(last["reward"], first["reward"] + 0.08, seed)
             self.assertGreater(last["sampled_accuracy"], first["sampled_accuracy"] + 0.08, seed)

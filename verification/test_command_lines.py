@@ -253,7 +253,8 @@ def shortened(arguments: list[str]) -> list[str]:
     if script == "unittest" and "test_rl_lab.py" in arguments:
         return [*arguments, "-k", "PolicyObjectives"]
     if script == "extensions.tiny_lm" and "--help" not in arguments:
-        return [*arguments, "--steps", "1", "--evaluation-prompts", "32", "--dpo-prompts", "16"]
+        few = ["--evaluation-prompts", "32", "--dpo-prompts", "16", "--demonstrations", "4"]
+        return [*arguments, "--steps", "1", *few]
     return arguments
 
 
@@ -271,21 +272,13 @@ class ReadmeCommands(CommandCase):
 
     def test_every_printed_command_runs(self):
         done = set()
-        drawing = []  # figures need no one's turn: two are drawn at a time
-        # The longest command runs beside the others; what it writes is drawn by the last of them.
-        training = "-B -m extensions.tiny_lm --algorithm all --output results-tiny-lm".split()
-        beside = start_script(shortened(training), self.folder)
+        started = []  # two run at a time; a figure waits for the trainings before it
 
-        def check_trained() -> None:
-            with self.subTest(" ".join(training)):
-                self.check_one(training, beside.finish())
-
-
-        def check_drawn(leave: int) -> None:
-            while len(drawing) > leave:
-                drawn, child = drawing.pop(0)
-                with self.subTest(" ".join(drawn)):
-                    self.check_one(drawn, child.finish())
+        def check_started(leave: int) -> None:
+            while len(started) > leave:
+                command, child = started.pop(0)
+                with self.subTest(" ".join(command)):
+                    self.check_one(command, child.finish())
 
         for command in [*printed_commands(), *self.help_examples()]:
             if not command.startswith(("python ", "for ")):
@@ -296,17 +289,10 @@ class ReadmeCommands(CommandCase):
                 if tuple(arguments) in done or arguments in (["-B", "-m", "unittest"], ["-m", "unittest"]):
                     continue  # the last is the run this test is part of; see test_the_two_lines_at_the_top
                 done.add(tuple(arguments))
-                if arguments == training:
-                    check_trained()
-                    continue
-                child = start_script(shortened(arguments), self.folder)
-                if "plot_results.py" in arguments:
-                    drawing.append((arguments, child))
-                    check_drawn(leave=1)
-                    continue
-                with self.subTest(" ".join(arguments)):
-                    self.check_one(arguments, child.finish())
-        check_drawn(leave=0)
+                draws = "plot_results.py" in arguments
+                check_started(leave=0 if draws and not all("plot_results.py" in earlier for earlier, _ in started) else 1)
+                started.append((arguments, start_script(shortened(arguments), self.folder)))
+        check_started(leave=0)
         self.assertGreater(len(done), 20)
 
     def check_one(self, arguments: list[str], outcome: Outcome) -> None:
@@ -335,7 +321,9 @@ class ReadmeCommands(CommandCase):
         if output is None:
             return []
         if "extensions.tiny_lm" in arguments:
-            return [self.folder / output / f"{a}.json" for a in ("sft", "ppo", "dpo", "online-dpo", "grpo", "rloo")]
+            algorithms = [option(arguments, "--algorithm")]
+            algorithms = ["sft", "ppo", "dpo", "online-dpo", "grpo", "rloo"] if algorithms == ["all"] else algorithms
+            return [self.folder / output / f"{a}.json" for a in algorithms]
         if "rl_lab.py" in arguments:
             algorithms = [option(arguments, "--algorithm")]
             algorithms = ["ppo", "dpo", "grpo"] if algorithms == ["all"] else algorithms

@@ -1,7 +1,8 @@
 """Draw the lab's figures: training curves from CSV files, or the shapes of the atoms. Trains nothing.
 
-`--input DIR ...` reads every CSV with a `step` column in each folder, by column name. Several folders are overlaid and
-labelled by folder; a folder with `seed-N/` inside becomes a median and a 5-95 % band. `--atoms` draws four formulas.
+`--input DIR ...` reads every CSV in each folder, by column name; one that is not a result of this lab is refused. Several
+folders are overlaid and labelled by folder; a folder with `seed-N/` inside becomes a median and a 5-95 % band. `--atoms`
+draws four formulas.
 This file imports nothing of the lab: a figure can be redrawn wherever the CSV files are.
 """
 
@@ -16,15 +17,24 @@ import sys
 from pathlib import Path
 from typing import NamedTuple, Sequence
 
-import numpy as np
+try:
+    import numpy as np
+except KeyboardInterrupt:
+    print("interrupted: no figure was changed", file=sys.stderr)
+    sys.exit(130)
+except ModuleNotFoundError as problem:
+    if __name__ != "__main__" or problem.name != "numpy":
+        raise
+    sys.exit("plot_results.py: error: numpy is not installed for this Python; python -m pip install -r requirements.txt")
 
 FORMATS = (".svg", ".png", ".pdf")
 
 # ------------------------------------------------------------------------------------------ what is drawn
 
-X_LABEL = "each method's own iteration (not an equal budget)"
+X_LABEL_OF_SEVERAL_METHODS = "each method's own iteration (not an equal budget)"
 
-# One kind of run per key: the column that tells it apart, and its panels in order. A panel whose column no run has is left out.
+# One kind of run per key: the column that tells it apart, and its panels in order. A panel whose column no run has is left
+# out.
 PANELS = {
     "bandit": {
         "expected_reward": "expected reward",
@@ -55,7 +65,7 @@ PANELS = {
 }
 
 # Row 0 of these columns is a placeholder, not a measurement.
-MEASURED_FROM_STEP_1 = {"zero_group_fraction", "clip_fraction"}
+MEASURED_FROM_STEP_1 = {"zero_group_fraction"}
 
 
 class PlotProblem(Exception):
@@ -85,6 +95,8 @@ def read_csv(path: Path) -> dict[str, np.ndarray]:
         raise PlotProblem(f"{path}: cannot be read as CSV ({problem})") from problem
     if "step" not in names or not rows:
         raise PlotProblem(f"{path}: wanted a header with a column `step` and at least one row")
+    if len(set(names)) < len(names):
+        raise PlotProblem(f"{path}: the header names a column twice")
     for line, row in enumerate(rows, start=2):
         if None in row:
             raise PlotProblem(f"{path}: line {line} has more cells than the header")
@@ -125,12 +137,18 @@ def stack_runs(method: str, folder: str, runs: Sequence[dict[str, np.ndarray]]) 
     first = runs[0]
     for run in runs:
         if run.keys() != first.keys() or not np.array_equal(run["step"], first["step"]):
-            raise PlotProblem(f"{folder}: the seeds of {method} differ in steps or columns; run them all with the same settings")
+            raise PlotProblem(
+                f"{folder}: the seeds of {method} differ in steps or columns; run them all with the same settings"
+            )
     kind = next((kind for kind, panels in PANELS.items() if next(iter(panels)) in first), None)
     if kind is None:
         known = ", ".join(next(iter(panels)) for panels in PANELS.values())
         raise PlotProblem(f"{folder}/{method}.csv: has none of the columns {known}; it is not a result of this lab")
-    return Curves(kind, method, folder, {name: np.stack([run[name] for run in runs]) for name in first})
+    columns = {name: np.stack([run[name] for run in runs]) for name in first}
+    for name in ("step", *PANELS[kind]):
+        if np.isinf(columns.get(name, 0)).any():  # NaN, a number that was not measured, leaves a gap
+            raise PlotProblem(f"{folder}/{method}.csv: column {name} holds an infinite number, which cannot be drawn")
+    return Curves(kind, method, folder, columns)
 
 
 # ------------------------------------------------------------------------------------------ formulas of the atoms
@@ -209,6 +227,7 @@ def draw_curves(curves: Sequence[Curves]):
             steps, values = c.columns["step"][0, first:], c.columns[column][:, first:]
             low, median, high = np.quantile(values, (0.05, 0.5, 0.95), axis=0)
             label = " ".join([c.method] * (several_methods or not several_folders) + [c.folder] * several_folders)
+            label += f" (median of {len(values)} seeds)" * (len(values) > 1)
             style = dict(color=f"C{number % 10}", linestyle=("-", "--", ":")[number // 10 % 3])
             # Earlier lines are thicker, so that one that lies under another still shows.
             axis.plot(steps, median, label=label, linewidth=1.2 + 2.4 * (1 - (number + 1) / len(curves)), **style)
@@ -221,8 +240,9 @@ def draw_curves(curves: Sequence[Curves]):
     for axis in axes:
         handles.update(zip(*reversed(axis.get_legend_handles_labels())))
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=min(4, len(handles)), fontsize=9)
-    seeds = max(len(c.columns["step"]) for c in curves)
-    figure.supxlabel(X_LABEL + (f"; line: median of {seeds} seeds, band: 5-95 %" if seeds > 1 else ""), fontsize=10)
+    x_label = X_LABEL_OF_SEVERAL_METHODS if several_methods else "iteration"
+    has_bands = any(len(c.columns["step"]) > 1 for c in curves)
+    figure.supxlabel(x_label + "; band: 5-95 % of the seeds" * has_bands, fontsize=10)
     return figure
 
 
@@ -235,7 +255,9 @@ def draw_atoms():
         surrogate.plot(ratio, clipped_surrogate(ratio, advantage), label=f"A = {advantage:+.0f}")
         surrogate.plot(ratio, ratio * advantage, color="grey", linewidth=0.8, linestyle=":")
     surrogate.axvspan(0.8, 1.2, color="grey", alpha=0.15, linewidth=0)
-    surrogate.set(title="clipped surrogate, epsilon 0.2 (dotted: rho A)", xlabel="ratio rho", ylabel="min(rho A, clip(rho) A)")
+    surrogate.set(
+        title="clipped surrogate, epsilon 0.2 (dotted: rho A)", xlabel="ratio rho", ylabel="min(rho A, clip(rho) A)"
+    )
 
     p = np.linspace(0.01, 0.99, 197)
     policy, reference = np.stack([p, 1 - p], axis=-1), np.array([0.3, 0.7])
@@ -318,7 +340,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", type=Path, nargs="+", metavar="DIR", help="folders written by --output of a training")
     source.add_argument("--atoms", action="store_true", help="draw the formulas instead of results")
-    parser.add_argument("--output", type=figure_path, required=True, metavar="FILE", help="figure to write: .svg, .png or .pdf")
+    parser.add_argument(
+        "--output", type=figure_path, required=True, metavar="FILE", help="figure to write: .svg, .png or .pdf"
+    )
     arguments = parser.parse_args(argv)
     if arguments.atoms:
         figure = draw_atoms()
@@ -331,8 +355,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except PlotProblem as problem:
         sys.exit(f"plot_results.py: error: {problem}")
+    except OSError as problem:  # nobody reads the output, or a full disk behind `> file`; the figure is written by then
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(f"plot_results.py: error: cannot print ({problem.strerror})")
     except KeyboardInterrupt:
         print("interrupted: no figure was changed", file=sys.stderr)
         sys.exit(130)

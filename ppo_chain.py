@@ -69,7 +69,7 @@ class ChainSettings(UpdateSettings):
 
     gae_lambda: float = setting(0.95, Range(float, 0, 1), "how far GAE carries residuals back: 0 one step, 1 all", "GAE")
     gamma: float = setting(1.0, Range(float, 0, 1), "discount of each step", "GAE")
-    episodes: int = setting(64, Range(int, 1, 100_000), "complete two-step episodes per iteration", "GAE")
+    episodes: int = setting(64, Range(int, 1, 100_000), "complete two-step episodes per iteration", "rollout")
 
 
 class Transitions(NamedTuple):
@@ -272,8 +272,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\nseed {settings['seed']}, {settings['steps']} iterations, lambda {settings['gae_lambda']:g}\n")
     names = ("expected_return", "probability_state_1", "value_start", "entropy")
     print(format_table(["", "before", "after"], [[name, f"{before[name]:.4f}", f"{after[name]:.4f}"] for name in names]))
-    print(f"\nThe best possible return is {TERMINAL_REWARDS.max().item():g}. value_start is the critic's estimate and may exceed it.")
-    print(f"Cost: {after['sampled_actions']} sampled actions, {after['optimizer_steps']} optimizer steps. Files: {table}, {document}")
+    best = TERMINAL_REWARDS.max().item()
+    print(f"\nThe best possible return is {best:g} (undiscounted). value_start is the critic's estimate and may exceed it.")
+    cost = f"{after['sampled_actions']} sampled actions, {after['optimizer_steps']} optimizer steps"
+    print(f"Cost: {cost}. Files: {table}, {document}")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,10 @@ except KeyboardInterrupt:
     # The import takes most of a short run: Ctrl-C there deserves the same one line as later on.
     print("interrupted before anything was started", file=sys.stderr)
     sys.exit(130)
+except ModuleNotFoundError as problem:
+    if __name__ != "__main__" or problem.name != "torch":
+        raise
+    sys.exit("rl_lab.py: error: torch is not installed for this Python; enter the environment (README.txt, section 1) first")
 
 # ------------------------------------------------------------------------------------------ refusing bad input
 
@@ -82,7 +86,8 @@ def _check_number(name: str, value: float, low: float, high: float = math.inf, *
         raise TypeError(f"{name}: got {type(value).__name__}, wanted a plain number")
     if not (low < value if above else low <= value) or not value <= high or math.isinf(value):
         upper = "" if math.isinf(high) else f" and at most {high:g}"
-        raise ValueError(f"{name}: got {value!r}, wanted a finite number {'above' if above else 'of at least'} {low:g}{upper}")
+        bound = f"{'above' if above else 'of at least'} {low:g}{upper}"
+        raise ValueError(f"{name}: got {value!r}, wanted a finite number {bound}")
 
 
 # ------------------------------------------------------------------------------------------ atoms: policy gradient
@@ -117,11 +122,12 @@ def reinforce_loss(logp: Tensor, returns: Tensor) -> Tensor:
     The mean of its gradient over samples of the current policy estimates minus the gradient of the expected return.
     `returns` may have a baseline subtracted that does not depend on the sampled action: the expectation stays the same.
 
-    logp [...], returns [...] floating -> [...]. Gradient: to logp only. Raises TypeError, ValueError (shapes differ).
-    Source: Williams 1992; Sutton et al. 1999.
+    logp [...], returns [...] floating -> [...]. Gradient: to logp only. Raises TypeError, ValueError (shapes differ, a
+    return that is not finite). Source: Williams 1992; Sutton et al. 1999.
     """
     _check_kind("floating", logp=logp, returns=returns)
     _check_same_shape(logp=logp, returns=returns)
+    _check_finite("returns", returns, "a failed reward computation")
     return -(logp * returns.detach())
 
 
@@ -169,7 +175,7 @@ def gae(
 
     rewards, values, next_values [..., T] floating, terminated, boundary [..., T] bool, gamma and lam in [0, 1]
     -> (advantages [..., T], returns [..., T]). The last axis is time; leading axes are a batch.
-    Gradient: none. Raises TypeError, ValueError (as td_residuals; also terminated without boundary).
+    Gradient: none. Raises TypeError, ValueError (as td_residuals; a residual that overflows; terminated without boundary).
     Source: arXiv 1506.02438 equations 11-16; the paper has one episode and no flags.
     """
     deltas = td_residuals(rewards, values, next_values, terminated, gamma)
@@ -182,7 +188,8 @@ def gae(
             f"boundary: got False at index {where} where terminated is True, wanted True: an episode that ended is over; "
             "likely the two flags were exchanged"
         )
-    # Multiplying by 0 at a boundary is a selection here, since every residual is known to be finite.
+    _check_finite("td residual", deltas, "rewards or values near the largest number of their dtype")
+    # Multiplying by 0 at a boundary is a selection here, since every residual is finite.
     carries = (~boundary).to(deltas.dtype) * (gamma * lam)
     advantages = []
     following = 0.0
@@ -210,8 +217,9 @@ def _by_time(series: Tensor) -> Sequence:
 def importance_ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
     """Probability ratio of current to old policy at the same state and action: rho = exp(logp - old_logp).
 
-    The exponent stops at the logarithm of the dtype's largest number, so that the branch a clip does not take cannot
-    overflow and turn a zero gradient into NaN (0 * inf).
+    The exponent stops just below the logarithm of the dtype's largest number (708.8 in float64, 87.7 in float32), so that
+    the branch a clip does not take cannot overflow and turn a zero gradient into NaN (0 * inf). Above that cap the ratio is
+    constant and has no gradient.
 
     logp, old_logp [...] floating -> [...]. Gradient: to logp only; old_logp is detached here, so that a caller who
     forgot cannot cancel the gradient. Raises TypeError, ValueError (shapes differ).
@@ -226,8 +234,8 @@ def clipped_policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, epsi
     """PPO-Clip, per sample: -min(rho * A, clip(rho, 1 - epsilon, 1 + epsilon) * A), rho = exp(logp - old_logp).
 
     Flat where the policy has already moved far enough in the direction that A asks for (rho > 1 + epsilon with A > 0,
-    rho < 1 - epsilon with A < 0); elsewhere d loss / d logp = -rho * A, however far rho is. It does not hold rho inside
-    the band, and it is no trust region.
+    rho < 1 - epsilon with A < 0); elsewhere d loss / d logp = -rho * A, however far rho is, up to the cap of
+    importance_ratio. It does not hold rho inside the band, and it is no trust region.
 
     logp, old_logp, advantages [...] floating, epsilon > 0 -> [...]. Gradient: to logp only.
     Raises TypeError, ValueError (shapes, epsilon). Source: arXiv 1707.06347 equation 7, negated.
@@ -316,10 +324,12 @@ def preference_probability(reward_chosen: Tensor, reward_rejected: Tensor) -> Te
     Only the difference matters: two bad answers are compared like two good ones.
 
     reward_chosen, reward_rejected [...] floating -> [...] in [0, 1]. Gradient: to both.
-    Raises TypeError, ValueError (shapes differ). Source: Bradley and Terry 1952.
+    Raises TypeError, ValueError (shapes differ, a reward that is not finite). Source: Bradley and Terry 1952.
     """
     _check_kind("floating", reward_chosen=reward_chosen, reward_rejected=reward_rejected)
     _check_same_shape(reward_chosen=reward_chosen, reward_rejected=reward_rejected)
+    _check_finite("reward_chosen", reward_chosen, "a failed reward model")
+    _check_finite("reward_rejected", reward_rejected, "a failed reward model")
     return torch.sigmoid(reward_chosen - reward_rejected)
 
 
@@ -349,7 +359,7 @@ def groups_without_spread(rewards: Tensor) -> Tensor:
 
     True where max - min <= 8 * machine epsilon * max|R|: sums such as 0.1 + 0.2 and 0.3 count as equal.
 
-    rewards [..., G] floating -> [...] bool. Raises TypeError, ValueError (no group, non-finite rewards).
+    rewards [..., G] floating -> [...] bool. Gradient: none. Raises TypeError, ValueError (no group, non-finite rewards).
     """
     _check_kind("floating", rewards=rewards)
     _check_last_axis("rewards", rewards, 1, "the answers to one prompt")
@@ -380,7 +390,7 @@ def group_advantages(rewards: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def _in_units_of_the_largest(rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewards over a power of two near each group's largest, and that unit: exact, and squares neither overflow nor vanish."""
+    """Rewards over a power of two near each group's largest, and that unit. Exact; squares neither overflow nor vanish."""
     _, exponent = torch.frexp(rewards.abs().amax(dim=-1, keepdim=True))
     unit = torch.ldexp(torch.ones_like(rewards[..., :1]), exponent - 1)
     return rewards / unit, unit
@@ -391,12 +401,14 @@ def zero_variance_probability(probabilities: Tensor, group_size: int) -> Tensor:
 
     For a success probability p this is p^G + (1 - p)^G; for three equally likely actions 3^(1 - G).
 
-    probabilities [..., A] floating, each row summing to 1, group_size >= 1 -> [...]. Gradient: to probabilities.
-    Raises TypeError, ValueError.
+    probabilities [..., A] floating, each row summing to 1, group_size a whole number >= 1 -> [...].
+    Gradient: to probabilities. Raises TypeError, ValueError.
     """
     _check_kind("floating", probabilities=probabilities)
     _check_last_axis("probabilities", probabilities, 1, "the outcomes")
     _check_number("group_size", group_size, 1)
+    if group_size != int(group_size):
+        raise ValueError(f"group_size: got {group_size!r}, wanted a whole number")
     total = probabilities.detach().sum(dim=-1)
     if (probabilities < 0).any() or not torch.allclose(total, torch.ones_like(total), atol=1e-6):
         raise ValueError("probabilities: wanted no negative number and rows that sum to 1; likely logits were given")
@@ -525,12 +537,16 @@ class BanditSettings(UpdateSettings):
     """Every number of the three bandit trainings."""
 
     ppo_samples: int = setting(128, Range(int, 1, 1_000_000), "context-action pairs sampled per iteration", "PPO")
-    ppo_kl_beta: float = setting(0.02, Range(float, 0, 1e6), "weight of the sampled KL to the reference in the reward", "PPO")
+    ppo_kl_beta: float = setting(
+        0.02, Range(float, 0, 1e6), "weight of the sampled KL to the reference in the reward", "PPO"
+    )
     dpo_beta: float = setting(0.5, Range(float, 0, 1e6, above=True), "scale of the preference margin", "DPO")
     preference_flips: int = setting(0, Range(int, 0, 1_000_000), "exchange chosen and rejected in this many pairs", "DPO")
     group_size: int = setting(8, Range(int, 2, 4096), "actions sampled for each drawn prompt", "GRPO")
     online_batch_prompts: int = setting(16, Range(int, 1, 4096), "prompts drawn per iteration", "GRPO", "--grpo-prompts")
-    grpo_kl_weight: float = setting(0.02, Range(float, 0, 1e6), "weight of the exact KL to the reference in the loss", "GRPO")
+    grpo_kl_weight: float = setting(
+        0.02, Range(float, 0, 1e6), "weight of the exact KL to the reference in the loss", "GRPO"
+    )
 
 
 # ------------------------------------------------------------------------------------------ the bandit
@@ -666,8 +682,10 @@ def sample_ppo(policy: Tensor, critic: Tensor, task: Task, settings: BanditSetti
         return Rollout(contexts, actions, rewards, old_logp, shaped_returns - old_values, old_values, shaped_returns)
 
 
-def ppo_loss(policy: Tensor, critic: Tensor, batch: Rollout, task: Task, settings: BanditSettings) -> tuple[Tensor, dict]:
-    """mean(clipped policy loss) + value_weight * mean((V - value_target)^2)."""
+def ppo_loss(
+    policy: Tensor, critic: Tensor, batch: Rollout, task: Task | None, settings: UpdateSettings
+) -> tuple[Tensor, dict]:
+    """mean(clipped policy loss) + value_weight * mean((V - value_target)^2). `task` is not read."""
     logp = action_logps(policy[batch.contexts], batch.actions)
     policy_loss = clipped_policy_loss(logp, batch.old_logp, batch.advantages, settings.clip_epsilon).mean()
     value_loss = (critic[batch.contexts] - batch.value_targets).square().mean()
@@ -805,7 +823,9 @@ class Adam:
     long as importing torch and longer than all three trainings. Source: arXiv 1412.6980 algorithm 1.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8):
+    def __init__(
+        self, parameters: Sequence[Tensor], lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+    ):
         self.parameters, self.lr, self.betas, self.eps = list(parameters), lr, betas, eps
         self.means = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.squares = [torch.zeros_like(parameter) for parameter in self.parameters]
@@ -889,7 +909,9 @@ class TrainingRun(NamedTuple):
 OnStep = Callable[[dict[str, float]], None]
 
 
-def train(algorithm: str, *, reward_table: Tensor = REWARDS, on_step: OnStep | None = None, **settings: float) -> TrainingRun:
+def train(
+    algorithm: str, *, reward_table: Tensor = REWARDS, on_step: OnStep | None = None, **settings: float
+) -> TrainingRun:
     """Train one policy, a table of logits that starts at zero, with "ppo", "dpo" or "grpo".
 
     Each iteration: make a batch from the current policy, which becomes `old`; up to `max_updates` updates on it (DPO:
@@ -899,7 +921,8 @@ def train(algorithm: str, *, reward_table: Tensor = REWARDS, on_step: OnStep | N
     reward_table [C, A] floating, used as float64; settings: the fields of BanditSettings. Uses one local generator: same
     arguments, same numbers, and no global random state is read or moved.
     Raises ValueError for an unknown algorithm, a setting out of range, a malformed table or one without preferences for
-    DPO; FloatingPointError when a loss or gradient is not finite.
+    DPO; TypeError for a table that is not floating or a setting that does not exist; FloatingPointError when a loss or
+    gradient is not finite.
     """
     if algorithm not in METHODS:
         raise ValueError(f"algorithm: got {algorithm!r}, wanted one of {', '.join(METHODS)}")
@@ -979,7 +1002,7 @@ class WorkedExample(NamedTuple):
 
 
 def worked_examples() -> list[WorkedExample]:
-    """Every atom on hand-sized inputs, in the order of the guide. All results come from calling the atoms."""
+    """The guide's worked numbers, in its order: atoms on hand-sized inputs. Every result comes from calling an atom."""
 
     def tensor(*numbers: float, grad: bool = False) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float64, requires_grad=grad)
@@ -1004,8 +1027,9 @@ def worked_examples() -> list[WorkedExample]:
         [loss.item(), torch.autograd.grad(loss.sum(), logp)[0].item()], [2.0, -2.0],
     )
     show(
-        "3.2", "advantage over a baseline", "A = return - V(s)", "returns [6, 3], usual values [8, 1]",
-        tensor(6, 3) - tensor(8, 1), [-2.0, 2.0],
+        "3.2", "advantage over a baseline", "A = return - V(s): the TD residual of a step that ends its episode",
+        "returns [6, 3], usual values [8, 1]",
+        td_residuals(tensor(6, 3), tensor(8, 1), tensor(0, 0), torch.tensor([True, True])), [-2.0, 2.0],
     )
     end = torch.tensor([False, False, True])
     advantages, _ = gae(tensor(0, 0, 1), tensor(0, 0, 0), tensor(0, 0, 0), end, end, gamma=1.0, lam=1.0)
@@ -1016,22 +1040,23 @@ def worked_examples() -> list[WorkedExample]:
     cut, never = torch.tensor([False, True]), torch.tensor([False, False])
     advantages, _ = gae(tensor(0, 0), tensor(0.5, 0.4), tensor(0.4, 0.7), never, cut, gamma=1.0, lam=1.0)
     show(
-        "3.3", "GAE at a time limit: bootstrap goes on, recursion stops", "delta_1 = 0 + 0.7 - 0.4, delta_0 = 0 + 0.4 - 0.5",
-        "rewards [0, 0], values [0.5, 0.4], next values [0.4, 0.7], boundary at 1, never terminated", advantages, [0.2, 0.3],
+        "3.3", "GAE at a time limit: bootstrap goes on, recursion stops",
+        "delta_1 = 0 + 0.7 - 0.4, delta_0 = 0 + 0.4 - 0.5",
+        "rewards [0, 0], values [0.5, 0.4], next values [0.4, 0.7], boundary at 1, never terminated",
+        advantages, [0.2, 0.3],
     )
     show(
         "3.4", "importance ratio", "rho = exp(logp - old_logp)", "probability 0.6 now, 0.5 when sampled",
         importance_ratio(tensor(0.6).log(), tensor(0.5).log()), [1.2],
     )
+    p, q = tensor(0.5, 0.5), tensor(0.9, 0.1)
     show(
         "3.6", "exact KL, both directions", "KL(p || q) = sum_a p_a (log p_a - log q_a)", "p = [0.5, 0.5], q = [0.9, 0.1]",
-        torch.stack(
-            [categorical_kl(tensor(0.5, 0.5).log(), tensor(0.9, 0.1).log()), categorical_kl(tensor(0.9, 0.1).log(), tensor(0.5, 0.5).log())]
-        ),
+        torch.stack([categorical_kl(p.log(), q.log()), categorical_kl(q.log(), p.log())]),
         [0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1), 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)],
     )
     policy, reference = tensor(0.7, 0.2, 0.1), tensor(0.3, 0.3, 0.4)
-    exact = categorical_kl(policy.log(), reference.log()).item()
+    exact = 0.7 * math.log(0.7 / 0.3) + 0.2 * math.log(0.2 / 0.3) + 0.1 * math.log(0.1 / 0.4)
     k1, _, k3 = kl_estimates(policy.log(), reference.log())
     show(
         "3.6", "KL estimates k1 and k3, averaged under the policy", "d = logp - ref_logp; k1 = d; k3 = exp(-d) - 1 + d",
@@ -1050,14 +1075,14 @@ def worked_examples() -> list[WorkedExample]:
         torch.autograd.grad(loss.sum(), logp)[0], [0.0, 0.0, 1.5, -0.5],
     )
     show(
-        "4.2", "clip fraction", "share of ratios outside [0.8, 1.2]; two of the four still have a gradient", "the same four rows",
-        clip_fraction(logp, torch.zeros_like(logp)), [1.0],
+        "4.2", "clip fraction", "share of ratios outside [0.8, 1.2]; two of the four still have a gradient",
+        "the same four rows", clip_fraction(logp, torch.zeros_like(logp)), [1.0],
     )
     end = torch.tensor([False, True])
     advantages, _ = gae(tensor(0, 1), tensor(0, 0), tensor(0, 0), end, end, gamma=1.0, lam=0.95)
     show(
-        "4.5", "GAE on the two-step chain", "A_1 = 1, A_0 = gamma lam A_1", "rewards [0, 1], critic zero, gamma 1, lambda 0.95",
-        advantages, [0.95, 1.0],
+        "4.5", "GAE on the two-step chain", "A_1 = 1, A_0 = gamma lam A_1",
+        "rewards [0, 1], critic zero, gamma 1, lambda 0.95", advantages, [0.95, 1.0],
     )
     show(
         "5.1", "Bradley-Terry preference", "P = sigmoid(reward_chosen - reward_rejected)", "rewards 1 and 0.2",
@@ -1067,11 +1092,13 @@ def worked_examples() -> list[WorkedExample]:
     loss = dpo_loss(chosen, rejected, tensor(-2.0), tensor(-2.0), beta=0.5)
     gradients = torch.autograd.grad(loss.sum(), [chosen, rejected])
     show(
-        "5.3", "DPO at policy = reference: loss, gradient to chosen, to rejected", "-log sigmoid(beta h), h = 0: log 2, -beta/2, beta/2",
+        "5.3", "DPO at policy = reference: loss, gradient to chosen, to rejected",
+        "-log sigmoid(beta h), h = 0: log 2, -beta/2, beta/2",
         "all log-probabilities -2, beta 0.5", [loss.item(), *(g.item() for g in gradients)], [0.6931, -0.25, 0.25], 4,
     )
     show(
-        "5.3", "DPO loss falls while the chosen answer's probability falls", "h = log(0.3 / 0.4) - log(0.1 / 0.3) = log 2.25",
+        "5.3", "DPO loss falls while the chosen answer's probability falls",
+        "h = log(0.3 / 0.4) - log(0.1 / 0.3) = log 2.25",
         "chosen 0.4 -> 0.3, rejected 0.3 -> 0.1, beta 1",
         dpo_loss(tensor(0.3).log(), tensor(0.1).log(), tensor(0.4).log(), tensor(0.3).log(), beta=1.0), [0.3677], 4,
     )
@@ -1099,7 +1126,8 @@ def worked_examples() -> list[WorkedExample]:
     token_logps, _ = response_token_logps(torch.zeros(1, 5, 5, dtype=torch.float64), ids, mask)
     show(
         "7.1", "token log-probabilities after the causal shift", "logits at t score the token at t + 1: rows 1 and 2 here",
-        "[prompt, prompt, answer, EOS, PAD], mask [0, 0, 1, 1, 0], 5 equal logits", token_logps, [0.0, -math.log(5), -math.log(5), 0.0],
+        "[prompt, prompt, answer, EOS, PAD], mask [0, 0, 1, 1, 0], 5 equal logits",
+        token_logps, [0.0, -math.log(5), -math.log(5), 0.0],
     )
     return examples
 
@@ -1157,7 +1185,8 @@ def replace_files(texts: dict[Path, str]) -> None:
         for path in texts:
             os.replace(partials[path], path.resolve())
     except OSError as problem:
-        raise FileProblem(f"{problem.filename or path}: {problem.strerror}; earlier results were left as they were") from problem
+        where = problem.filename or path
+        raise FileProblem(f"{where}: {problem.strerror}; earlier results were left as they were") from problem
     finally:
         for partial in partials.values():
             with contextlib.suppress(OSError):  # its name may have been too long to exist
@@ -1275,9 +1304,9 @@ def add_settings(parser: argparse.ArgumentParser, settings_class: type[Settings]
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field in dataclasses.fields(settings_class):
         meta = field.metadata
-        group = groups.setdefault(meta["group"], None) or parser.add_argument_group(meta["group"])
-        groups[meta["group"]] = group
-        group.add_argument(
+        if meta["group"] not in groups:
+            groups[meta["group"]] = parser.add_argument_group(meta["group"])
+        groups[meta["group"]].add_argument(
             meta["flag"] or "--" + field.name.replace("_", "-"),
             dest=field.name,
             type=parse(field),
@@ -1298,6 +1327,8 @@ def parse_seeds(text: str) -> list[int]:
         parts = [part.split("-") for part in text.split(",")]
         ranges = [range(int(part[0]), int(part[-1]) + 1) for part in parts if len(part) <= 2]
         if len(ranges) != len(parts) or not all(ranges) or sum(map(len, ranges)) > 1000:
+            raise ValueError
+        if any(not 0 <= seeds[-1] < 2**63 for seeds in ranges):
             raise ValueError
     except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted seeds such as 0-19 or 0,7,19, at most 1000") from None
@@ -1325,8 +1356,11 @@ def progress_line(label: str, steps: int, metric: str) -> OnStep | None:
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns aligned for reading: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows)]
-    lines = [[cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))] for row in (header, *rows)]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    lines = []
+    for first, *others in (header, *rows):
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:]))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def readable(number: float) -> str:
@@ -1361,7 +1395,7 @@ def run_command(main: Callable[[], None]) -> None:
 DESCRIPTION = """\
 Train three small policies on a bandit of four contexts and three actions, on the CPU, in seconds.
 Writes OUTPUT/{ppo,dpo,grpo}.csv (one row an iteration) and .json (settings, pairs, first batch), and
-prints a summary. --algorithm atoms trains nothing: it prints every formula with its number."""
+prints a summary. --algorithm atoms trains nothing: it prints the guide's worked numbers with their formulas."""
 
 EXAMPLES = """\
 examples:
@@ -1377,9 +1411,15 @@ def build_parser() -> LabParser:
     parser.add_argument(
         "--algorithm", choices=("atoms", *METHODS, "all"), default="all", help="what to run; default all (ppo, dpo, grpo)"
     )
-    parser.add_argument("--output", type=Path, default=Path("results"), metavar="DIR", help="folder to write; default results")
-    parser.add_argument("--seeds", type=parse_seeds, metavar="A-B", help="run several seeds, each into OUTPUT/seed-N/")
-    parser.add_argument("--reward-table", type=Path, metavar="FILE", help="JSON list of rows (contexts) of rewards (actions)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("results"), metavar="DIR", help="folder to write; default results"
+    )
+    parser.add_argument(
+        "--seeds", type=parse_seeds, metavar="A-B", help="run several seeds (0-19, or 0,7,19), each into OUTPUT/seed-N/"
+    )
+    parser.add_argument(
+        "--reward-table", type=Path, metavar="FILE", help="JSON list of rows (contexts) of rewards (actions)"
+    )
     add_settings(parser, BanditSettings)
     return parser
 
@@ -1408,7 +1448,8 @@ def summary(runs: Sequence[TrainingRun]) -> str:
     rewards = runs[0].task.rewards
     best, worst = rewards.amax(dim=1).mean().item(), rewards.amin(dim=1).mean().item()
     header = ["method", "expected reward", "P(best action)", "KL to reference", "samples", "pairs", "updates"]
-    notes.append(f"Expected reward lies between {readable(worst)} (always the worst action) and {readable(best)} (always the best).")
+    bounds = f"{readable(worst)} (always the worst action) and {readable(best)} (always the best)"
+    notes.append(f"Expected reward lies between {bounds}.")
     if len(rows) > 1:
         notes.append("The methods use different data and numbers of updates: this checks each of them, it ranks none.")
     return "\n".join([format_table(header, rows), "", *notes])

@@ -100,25 +100,35 @@ def check_same_prompt(input_ids: Tensor, mask: Tensor) -> None:
     lengths = mask.int().argmax(dim=1)
     shortest = int(lengths.min())
     if not (lengths == shortest).all() or not (input_ids[:, :shortest] == input_ids[:1, :shortest]).all():
-        raise ValueError(f"input_ids: the rows have prompts of lengths {lengths.tolist()} or other tokens; wanted one prompt")
+        raise ValueError(
+            f"input_ids: the rows have prompts of lengths {lengths.tolist()} or other tokens; wanted one prompt"
+        )
+
+
+def pair_logps(table: Tensor, reference: Tensor, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities of the pair (row 0 chosen, row 1 rejected), summed over response tokens.
+
+    -> chosen, rejected, ref_chosen, ref_rejected, each a scalar. Gradient: to `table` only. Raises ValueError when the
+    answers have different prompts.
+    """
+    check_same_prompt(input_ids, mask)
+    chosen, rejected = response_logps(bigram_logits(table, input_ids), input_ids, mask)
+    ref_chosen, ref_rejected = response_logps(bigram_logits(reference, input_ids), input_ids, mask).detach()
+    return chosen, rejected, ref_chosen, ref_rejected
 
 
 def preference_margin(table: Tensor, reference: Tensor, input_ids: Tensor, mask: Tensor) -> Tensor:
-    """h = (chosen - ref_chosen) - (rejected - ref_rejected), summed log-probabilities of rows 0 and 1 -> scalar."""
-    chosen, rejected = response_logps(bigram_logits(table, input_ids), input_ids, mask)
-    ref_chosen, ref_rejected = response_logps(bigram_logits(reference, input_ids), input_ids, mask).detach()
+    """h = (chosen - ref_chosen) - (rejected - ref_rejected) of pair_logps -> scalar."""
+    chosen, rejected, ref_chosen, ref_rejected = pair_logps(table, reference, input_ids, mask)
     return (chosen - ref_chosen) - (rejected - ref_rejected)
 
 
 def dpo_sequence_loss(table: Tensor, reference: Tensor, input_ids: Tensor, mask: Tensor) -> Tensor:
-    """DPO on the pair (row 0 chosen, row 1 rejected), log-probabilities summed over response tokens -> scalar.
+    """DPO on the pair of pair_logps -> scalar.
 
     Gradient: to `table` only; the reference is fixed. Raises ValueError when the answers have different prompts.
     """
-    check_same_prompt(input_ids, mask)
-    chosen, rejected = response_logps(bigram_logits(table, input_ids), input_ids, mask)
-    ref_chosen, ref_rejected = response_logps(bigram_logits(reference, input_ids), input_ids, mask)
-    return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, DPO_BETA)
+    return dpo_loss(*pair_logps(table, reference, input_ids, mask), DPO_BETA)
 
 
 def grpo_sequence_loss(
@@ -244,7 +254,11 @@ def report(result: dict) -> str:
     """The printed check: alignment, both objectives with one step each, and the two mistakes beside the right result."""
     dpo, grpo, mistake = result["dpo"], result["grpo"], result["eos_mask_mistake"]
     header = ["", "loss before", "loss after", "gradient norm"]
-    steps = [[name, *(f"{x[k]:.6f}" for k in ("loss_before", "loss_after", "gradient_norm"))] for name, x in (("DPO", dpo), ("GRPO", grpo))]
+    steps = [
+        [name, *(f"{x[key]:.6f}" for key in ("loss_before", "loss_after", "gradient_norm"))]
+        for name, x in (("DPO", dpo), ("GRPO", grpo))
+    ]
+    advantages = ", ".join(f"{x:+.6f}" for x in grpo["advantages"])
     mistakes = [
         ["response tokens, mask & (ids != EOS)", *map(str, mistake["kept_tokens"])],
         ["response tokens, right mask", *map(str, mistake["right_tokens"])],
@@ -260,7 +274,7 @@ def report(result: dict) -> str:
             f"One SGD step (learning rate {LEARNING_RATE:g}) from the zero table, each objective on its own:",
             format_table(header, steps),
             f"DPO margin {dpo['margin_before']:.6f} -> {dpo['margin_after']:.6f}."
-            f" GRPO advantages {', '.join(f'{x:+.6f}' for x in grpo['advantages'])}: its loss starts at 0, its gradient does not.",
+            f" GRPO advantages {advantages}: its loss starts at 0, its gradient does not.",
             "",
             "Mistake 1: a mask from token ids. EOS and PAD share id 4, so it drops the real EOS of both answers:",
             format_table(["", "chosen", "rejected"], mistakes),
@@ -282,9 +296,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Check masks, shift, DPO and GRPO on two token sequences; print the tables and write them as JSON.",
         epilog="example:\n  python -B token_objectives.py --output results-tokens.json",
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path("results-tokens.json"), metavar="FILE", help="file to write; default results-tokens.json"
-    )
+    default = Path("results-tokens.json")
+    parser.add_argument("--output", type=Path, default=default, metavar="FILE", help=f"file to write; default {default}")
     output = parser.parse_args(argv).output
     check_writable([output], expected_bytes=10_000)
     result = run_check()

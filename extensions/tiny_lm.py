@@ -548,7 +548,7 @@ TRAINABLE_ROWS = tuple(name for name, row in ROWS.items() if not {"values", "vpr
 
 
 def own_steps(algorithm: str, verifier: str) -> int:
-    """The rounds of a training that was not told how many. A verifier that forgets something is satisfied in half of them."""
+    """The rounds of a training that was not told how many; half as many satisfy a verifier that forgets something."""
     return METHODS[algorithm].steps // (1 if VERIFIERS[verifier] == VERIFIERS["exact"] else 2)
 
 

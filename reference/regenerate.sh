@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Writes everything in this folder again, with the commands of README.txt. Run it from the top level of the lab, in the
-# environment whose numbers you want: bash reference/regenerate.sh
+# Writes everything in this folder again, with the commands of README.txt, in the environment whose numbers you want:
+# bash reference/regenerate.sh
 set -eu
+cd "$(dirname "$0")/.."
 mkdir -p reference/printed
 
 python -B rl_lab.py --algorithm atoms > reference/printed/atoms.txt

@@ -290,13 +290,13 @@ HAND_WRITTEN: dict[str, tuple[tuple[str, str, str], ...]] = {
         ),
         (
             "sequence DPO: sides exchanged",
-            "dpo_loss(chosen, rejected, ref_chosen, ref_rejected, DPO_BETA)",
-            "dpo_loss(rejected, chosen, ref_rejected, ref_chosen, DPO_BETA)",
+            "return chosen, rejected, ref_chosen, ref_rejected\n",
+            "return rejected, chosen, ref_rejected, ref_chosen\n",
         ),
         (
             "sequence DPO: reference refreshed",
-            "ref_chosen, ref_rejected = response_logps(bigram_logits(reference, input_ids), input_ids, mask)\n",
-            "ref_chosen, ref_rejected = response_logps(bigram_logits(table, input_ids), input_ids, mask)\n",
+            "ref_chosen, ref_rejected = response_logps(bigram_logits(reference, input_ids), input_ids, mask).detach()\n",
+            "ref_chosen, ref_rejected = response_logps(bigram_logits(table, input_ids), input_ids, mask).detach()\n",
         ),
         (
             "sequence GRPO: old policy refreshed",

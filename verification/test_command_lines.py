@@ -382,7 +382,7 @@ class ReadmeCommands(CommandCase):
             self.assertIn("python -B -m unittest", printed_commands())
             check = LAB / ".ci" / "run"
             if check.exists():  # a copy without hidden files is still a lab
-                (pattern,) = re.findall(r"grep -E '([^']+)' README\.txt", check.read_text(encoding="utf-8"))
+                (pattern,) = re.findall(r"^test_line='([^']+)'$", check.read_text(encoding="utf-8"), re.MULTILINE)
                 self.assertEqual([line.strip() for line in README.splitlines() if re.search(pattern, line)], [lines[1]])
         with self.subTest("the audit of a shipped recording"):
             done = start_script(re.sub(r"^\.venv/bin/python ", "", last[2]).split(), self.folder).finish()
@@ -774,16 +774,19 @@ class FileProblems(CommandCase):
         with self.subTest("standard output is full"):
             full = Path("/dev/full")
             if full.exists():
+
+                def redirect() -> None:
+                    os.dup2(os.open(full, os.O_WRONLY), 1)
+
                 for arguments in (
                     ("rl_lab.py", "--algorithm", "atoms"),
                     ("token_objectives.py", "--output", self.folder / "t.json"),
                 ):
-
-                    def redirect() -> None:
-                        os.dup2(os.open(full, os.O_WRONLY), 1)
-
                     outcome = run_main(*arguments, prepare=redirect)
                     self.assertRefused(outcome, 1, os.strerror(errno.ENOSPC))
+                drawing = [str(LAB / "plot_results.py"), "--atoms", "--output", "t.svg"]
+                outcome = start_script(drawing, self.folder, prepare=redirect).finish()
+                self.assertRefused(outcome, 1, os.strerror(errno.ENOSPC))
         with self.subTest("standard output is closed"):
             outcome = run_main("rl_lab.py", "--algorithm", "atoms", prepare=lambda: setattr(sys, "stdout", None))
             self.assertEqual(outcome, Outcome(0, "", ""))
@@ -1100,12 +1103,18 @@ class Figures(CommandCase):
         heights = band.get_paths()[0].vertices[:, 1]
         self.assertAlmostEqual(min(heights[band.get_paths()[0].vertices[:, 0] == 1]), 0.12)
         self.assertAlmostEqual(max(heights[band.get_paths()[0].vertices[:, 0] == 1]), 0.48)
-        self.assertIn("median of 5 seeds, band: 5-95 %", figure.get_supxlabel())
+        self.assertEqual(figure.get_supxlabel(), "iteration; band: 5-95 % of the seeds")
+        self.assertEqual([text.get_text() for text in figure.legends[0].texts], ["grpo (median of 5 seeds)"])
         with self.subTest("one run has no band"):
             write_run(self.folder / "one", "grpo.csv", {"step": [0, 1], "expected_reward": [0.2, 0.3]})
             figure = plot_results.draw_curves(plot_results.read_folder(self.folder / "one"))
             self.assertEqual([len(axis.collections) for axis in figure.axes if axis.lines], [0])
-            self.assertNotIn("median", figure.get_supxlabel())
+            self.assertEqual(figure.get_supxlabel(), "iteration")
+            self.assertEqual([text.get_text() for text in figure.legends[0].texts], ["grpo"])
+        with self.subTest("beside several seeds, one run is called neither median nor band"):
+            both = plot_results.draw_curves([curves, *plot_results.read_folder(self.folder / "one")])
+            labels = [text.get_text() for text in both.legends[0].texts]
+            self.assertEqual([label.endswith("(median of 5 seeds)") for label in labels], [True, False])
 
     def test_several_folders_are_labelled(self):
         for name in ("left", "right"):
@@ -1136,6 +1145,8 @@ class Figures(CommandCase):
             "a missing cell": ("step,expected_reward\n0,0.2\n1\n", "line 3, column expected_reward: got None"),
             "too many cells": ("step,expected_reward\n0,0.2\n1,0.3,0.4\n", "line 3"),
             "columns of something else": ("step,accuracy\n0,1\n", "none of the columns"),
+            "a column twice": ("step,expected_reward,expected_reward\n0,0.2,0.3\n", "names a column twice"),
+            "no number to draw": ("step,expected_reward\n0,inf\n", "column expected_reward holds an infinite number"),
             "not UTF-8": (b"step,expected_reward\n0,\xff\n", "cannot be read as CSV"),
         }
         for name, (content, words) in csv_files.items():

@@ -790,7 +790,7 @@ FLAGS = {
         *RUN,
         ("gae_lambda", "--gae-lambda", 0.95, float, 0, 1, False, "GAE"),
         ("gamma", "--gamma", 1.0, float, 0, 1, False, "GAE"),
-        ("episodes", "--episodes", 64, int, 1, 100_000, False, "GAE"),
+        ("episodes", "--episodes", 64, int, 1, 100_000, False, "rollout"),
     ),
 }
 
@@ -883,7 +883,10 @@ class SettingsAndFlags(unittest.TestCase):
         }
         for text, seeds in good.items():
             self.assertEqual(rl_lab.parse_seeds(text), seeds)
-        for text in ("", "3-1", "1,3-2", "a", "1-2-3", "1,,2", "-1", "1.5", "0-1000", "0-99999999999999999999999", "1-"):
+        largest = 2**63 - 1
+        self.assertEqual(rl_lab.parse_seeds(f"{largest - 1}-{largest}"), [largest - 1, largest])
+        wrong = ("", "3-1", "1,3-2", "a", "1-2-3", "1,,2", "-1", "1.5", "0-1000", "0-99999999999999999999999", "1-")
+        for text in (*wrong, f"{largest + 1}", f"0,{largest}-{largest + 1}"):
             with (
                 self.subTest(text),
                 self.assertRaisesRegex(rl_lab.argparse.ArgumentTypeError, "wanted seeds such as") as caught,
@@ -1210,6 +1213,10 @@ class Printing(unittest.TestCase):
             message, silent = self.exit_of_command_printing_to(lambda: os.open("/dev/full", os.O_WRONLY))
         self.assertEqual((message, silent), ("lab.py: error: cannot print (No space left on device)", True))
 
+    def test_readable(self):
+        numbers = {0.25: "0.2500", -999_999.0: "-999999.0000", 1e6: "1e+06", -1.5e6: "-1.5e+06"}
+        self.assertEqual([rl_lab.readable(number) for number in numbers], list(numbers.values()))
+
     def test_summary(self):
         runs = [
             train(algorithm, steps=3, seed=seed, group_size=2) for algorithm in ("ppo", "dpo", "grpo") for seed in (0, 1, 5)
@@ -1434,7 +1441,7 @@ class Commands(unittest.TestCase):
                 "",
                 *table.splitlines(),
                 "",
-                "The best possible return is 1. value_start is the critic's estimate and may exceed it.",
+                "The best possible return is 1 (undiscounted). value_start is the critic's estimate and may exceed it.",
                 f"Cost: 384 sampled actions, 12 optimizer steps. Files: {out / 'ppo_chain.csv'}, {out / 'ppo_chain.json'}",
             ],
         )

@@ -309,7 +309,9 @@ class ReinforceLoss(OracleCase):
             self.assertClose(torch.autograd.grad(loss.sum(), logp)[0], [-1e4, 1e4])
 
     def test_refusals(self):
-        self.assertRefusesWrongTensors(reinforce_loss, logp=f64(-1, -2), returns=f64(1, 2))
+        good = dict(logp=f64(-1, -2), returns=f64(1, 2))
+        self.assertRefusesWrongTensors(reinforce_loss, **good)
+        self.assertRefused(reinforce_loss, good, ({"returns": f64(1, NAN)}, ValueError, r"^returns: got nan at index \[1\]"))
 
 
 # ------------------------------------------------------------------------------------------ atoms: time
@@ -515,6 +517,9 @@ class Gae(OracleCase):
             ({"values": f64(NAN, 0)}, ValueError, "^values: got nan"),
             ({"next_values": f64(NAN, 0)}, ValueError, "^next_values: got nan"),
         )
+        # Finite numbers whose residual is not: 1e308 + 1e308 overflows, and 0 * inf would cross the boundary as NaN.
+        overflow = dict(rewards=f64(0, 1e308), values=f64(0, -1e308), terminated=flags(1, 1), boundary=flags(1, 1))
+        self.assertRefused(gae, good, (overflow, ValueError, r"^td residual: got inf at index \[1\]"))
 
 
 # ------------------------------------------------------------------------------------------ atoms: ratio and clipping
@@ -902,7 +907,10 @@ class PreferenceProbability(OracleCase):
             self.assertEqual(torch.autograd.grad(p.sum(), chosen)[0].tolist(), [0, 0])
 
     def test_refusals(self):
-        self.assertRefusesWrongTensors(preference_probability, reward_chosen=f64(1, 2), reward_rejected=f64(1, 2))
+        good = dict(reward_chosen=f64(1, 2), reward_rejected=f64(1, 2))
+        self.assertRefusesWrongTensors(preference_probability, **good)
+        for name in good:
+            self.assertRefused(preference_probability, good, ({name: f64(INF, 1)}, ValueError, rf"^{name}: got inf at index"))
 
 
 class DpoLoss(OracleCase):
@@ -1119,6 +1127,8 @@ class ZeroVarianceProbability(OracleCase):
         good = dict(probabilities=f64(0.3, 0.7), group_size=3)
         self.assertRefusesWrongTensors(zero_variance_probability, **good)
         self.assertRefusesNumbers(zero_variance_probability, good, "group_size", "of at least 1", (0, -2, 0.5))
+        half = ({"group_size": 2.5}, ValueError, "^group_size: got 2.5, wanted a whole number$")
+        self.assertRefused(zero_variance_probability, good, half)
         self.assertRefused(
             zero_variance_probability,
             good,

@@ -87,7 +87,7 @@ CHOICES: dict[str, dict[str, str]] = {
     },
     # ---- advantage: a baseline, then a scale
     "baseline": {
-        "given": "A as the batch holds it",
+        "given": "A as the batch holds it: a length penalty or a KL in the reward is in it already",
         "none": "A = R",
         "group_mean": "A_i = R_i - mean of the group",
         "leave_one_out": "A_i = R_i - mean of the others in the group",
@@ -217,7 +217,7 @@ class Row:
     """One objective: its choice at every step. Text fields are keys of CHOICES, numbers are plain numbers.
 
     `dataclasses.replace(row, field=value)` makes a neighbour; a row can be hashed and compared, and
-    `dataclasses.asdict` writes it out. `row.needs` names the arrays a batch must hold for it.
+    `dataclasses.asdict` writes it out. `row.needs` names what it reads of a batch.
     Raises ValueError for a name outside CHOICES, a number out of range, or choices that exclude each other.
     """
 
@@ -289,15 +289,29 @@ class Row:
             if not is_number or not low <= value <= high:
                 raise ValueError(f"{self.name}, {field}: got {value!r}, wanted a number from {low:g} to {high:g}")
         per_token = self.baseline in ("given", "gae") or self.credit == "reward_to_go"
+        grouped = self.baseline in GROUP_BASELINES or self.reward_parts == "normalise_then_sum"
         for excluded, reason in (
             (
                 self.credit == "reward_to_go" and self.baseline not in ("none", "greedy"),
                 "credit reward_to_go has a baseline only if that is none or greedy",
             ),
             (per_token and self.scale not in ("none", "token_std"), "advantages per token are scaled by none or token_std"),
+            (
+                self.scale == "group_std" and not grouped,
+                "scale group_std needs a baseline of the group: R / std has no value for rewards that are all equal",
+            ),
+            (
+                self.credit == "reward_to_go" and self.reward_parts != "sum_then_normalise",
+                "reward_parts normalise_then_sum gives one number an answer, and reward_to_go one a token",
+            ),
             (self.ratio == "none" and self.surrogate != "plain", "without a ratio the surrogate is plain"),
             (self.ratio == "sequence_mean_of_clipped" and self.surrogate != "plain", "a clipped mean is not clipped again"),
             (self.ratio != "token" and self.surrogate.startswith("dppo"), "dppo compares tokens: ratio token"),
+            (self.ratio != "token" and self.surrogate == "vespo", "vespo makes its own ratio of answers: ratio token"),
+            (
+                self.kl_place == "reward" and self.kl_anchor == "old",
+                "in the reward the KL is that of the policy that sampled: to itself it is 0",
+            ),
             (
                 self.kl == "exact" and (self.kl_place == "reward" or self.kl_anchor == "old"),
                 "the exact KL is that of the current policy to the reference, in the loss",
@@ -317,11 +331,15 @@ class Row:
 
     @property
     def kl_in_reward(self) -> bool:
-        return self.kl != "none" and self.kl_place == "reward" and self.kl_coef != 0
+        return self.kl != "none" and self.kl_place == "reward" and self.kl_coef != 0 and self.baseline != "given"
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the arrays that this row reads, besides logps and mask."""
+        """What this row reads of a batch, besides logps and mask.
+
+        Two have stand-ins: without old_logps the batch is a first pass, and rewards are summed from token_level_rewards or
+        rewards_per_func. A batch with gen_ arrays brings those instead of rewards and group_ids.
+        """
         grouped = self.baseline in GROUP_BASELINES or self.scale == "group_std" or self.group_filter == "spread"
         grouped = grouped or self.reward_parts == "normalise_then_sum"
         wanted = {
@@ -332,6 +350,9 @@ class Row:
             "advantages": self.baseline == "given",
             "rewards": self.baseline != "given" or self.group_filter == "spread",
             "group_ids": grouped,
+            "rewards_per_func": self.reward_parts == "normalise_then_sum",
+            "reward_weights": self.reward_parts == "normalise_then_sum",
+            "budget": "sum_over_budget" in (self.reduction, self.kl_reduction),
             "reward_baselines": self.baseline == "greedy",
             "values": self.baseline == "gae" or self.value_loss in ("clip_max", "clip_replace"),
             "vpreds": self.value_loss != "none" and self.value_coef != 0,
@@ -419,6 +440,11 @@ class Batch:
         """Counted tokens of each row, (N,)."""
         return self.mask.sum(dim=1)
 
+    @property
+    def from_generation(self) -> bool:
+        """Whether rewards, and so advantages, are those of the generation batch: M rows, of which row_ids are here."""
+        return self.row_ids is not None and self.gen_rewards is not None
+
 
 PER_TOKEN = ("old_logps", "ref_logps", "token_level_rewards", "values", "next_values", "vpreds", "returns", "entropies")
 PER_TOKEN_FLAGS = ("terminated", "boundary")
@@ -488,6 +514,8 @@ def make_batch(
             made[name] = per_token(name, _boolean(name, value))
         elif name in PER_ROW:
             made[name] = _shaped(name, _floating(name, value, logps.dtype), (rows,), "one number a row")
+            if name == "reward_baselines" and not made[name].isfinite().all():
+                raise ValueError(f"{name}: row {int((~made[name].isfinite()).nonzero()[0])} is not finite")
         elif name in ("group_ids", "row_ids"):
             made[name] = _shaped(name, _integer(name, value), (rows,), "one whole number a row")
         elif name == "advantages":
@@ -501,18 +529,26 @@ def make_batch(
             if scores.dim() != 3 or scores.shape[:2] != logps.shape:
                 raise ValueError(f"{name}: got shape {tuple(scores.shape)}, wanted {tuple(logps.shape)} + (V,)")
             made[name] = scores.masked_fill(unused.unsqueeze(2), 0.0)
+            # -inf is a forbidden token. A sum shows the others at once: NaN and inf survive it.
+            if not made[name].sum().item() < INF and (made[name].isnan() | (made[name] == INF)).any():
+                raise ValueError(f"{name}: got NaN or inf where the mask is set, wanted finite numbers or -inf")
         elif name in ("gen_group_ids", "gen_lengths"):
             made[name] = _integer(name, value)
         elif name in ("rewards_per_func", "reward_weights") or name in GENERATION:
             made[name] = _floating(name, value, logps.dtype)
         else:  # the numbers of the window
-            made[name] = int(value) if name == "accumulation_steps" else float(value)
-            if not made[name] > 0:
-                raise ValueError(f"{name}: got {value!r}, wanted a number above 0")
+            made[name] = float(value)
+            if not 0 < made[name] < INF:
+                raise ValueError(f"{name}: got {value!r}, wanted a finite number above 0")
+            if name == "accumulation_steps":
+                made[name] = int(value)
+                if made[name] != value:
+                    raise ValueError(f"{name}: got {value!r}, wanted a whole number")
     if num_items_in_batch is not None:
         steps = made.get("accumulation_steps", 1)
         made["window_tokens"] = max(float(num_items_in_batch), 1.0) / num_processes * steps / steps_per_generation
     _check_generation(made)
+    _check_reward_parts(made, rows)
     return Batch(**made)
 
 
@@ -520,7 +556,7 @@ def _floating(name: str, value, dtype: torch.dtype | None) -> Tensor:
     tensor = torch.as_tensor(value).detach()
     if dtype is None and not tensor.is_floating_point():
         raise TypeError(f"{name}: got dtype {tensor.dtype}, wanted floating point numbers")
-    if tensor.is_complex():
+    if tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, wanted real numbers")
     return tensor if dtype is None else tensor.to(dtype)
 
@@ -569,10 +605,17 @@ def _check_generation(made: Mapping[str, object]) -> None:
         low, high = (int(bound) for bound in made["row_ids"].aminmax())
         if low < 0 or high >= sizes[given[0]]:
             raise ValueError(f"row_ids: got numbers from {low} to {high}, wanted 0 to {sizes[given[0]] - 1}")
-    if "rewards_per_func" in made:
-        parts, weights = made["rewards_per_func"], made.get("reward_weights")
-        if parts.dim() != 2 or weights is None or weights.shape != parts.shape[1:]:
-            raise ValueError("rewards_per_func: wanted (N, F) together with reward_weights (F,)")
+
+
+def _check_reward_parts(made: Mapping[str, object], rows: int) -> None:
+    weights = made.get("reward_weights")
+    for name, length in (("rewards_per_func", rows), ("gen_rewards_per_func", None)):
+        if name in made:
+            parts = made[name]
+            if parts.dim() != 2 or length not in (None, len(parts)) or weights is None or weights.shape != parts.shape[1:]:
+                got = f"{tuple(parts.shape)} with reward_weights {None if weights is None else tuple(weights.shape)}"
+                wanted = f"({'M' if length is None else length}, F) with reward_weights (F,)"
+                raise ValueError(f"{name}: got {got}, wanted {wanted}")
 
 
 def _required(row: Row, batch: Batch, name: str) -> Tensor:
@@ -634,7 +677,7 @@ class Answers(NamedTuple):
 
 
 def _answers(row: Row, batch: Batch) -> Answers:
-    if batch.row_ids is not None and batch.gen_rewards is not None:
+    if batch.from_generation:
         lengths = batch.gen_lengths
         if lengths is None and (row.overlong == "soft" or row.baseline == "length_weighted_mean"):
             raise ValueError(f"{row.name}: the batch has gen_rewards but no gen_lengths, which this row reads")
@@ -685,15 +728,28 @@ def kept_rows(row: Row, batch: Batch) -> Tensor:
     """
     if row.group_filter == "none":
         return torch.ones(len(batch.mask), dtype=torch.bool)
-    answers = _answers(row, batch)
-    _check_rewards(row, answers.rewards)
-    groups = arrange_groups(_group_ids(row, answers))
-    spread = ~rl_lab.groups_without_spread(groups.table(answers.rewards))
-    kept = spread[groups.group]
-    kept = kept if batch.row_ids is None or batch.gen_rewards is None else kept[batch.row_ids]
+    kept = _kept_answers(row, _answers(row, batch))
+    kept = kept[batch.row_ids] if batch.from_generation else kept
     if not kept.any():
         raise ValueError(f"{row.name}: no group of this batch has unequal rewards, so group_filter 'spread' leaves nothing")
     return kept
+
+
+def _kept_answers(row: Row, answers: Answers) -> Tensor:
+    """Answers that the group filter leaves, (M,) bool."""
+    _check_rewards(row, answers.rewards)
+    if row.group_filter == "none":
+        return torch.ones(len(answers.rewards), dtype=torch.bool)
+    groups = arrange_groups(_group_ids(row, answers))
+    present = answers.rewards.isfinite()
+    table = groups.table(torch.where(present, answers.rewards, 0.0))
+    return ~_all_equal(table, groups.real & groups.table(present))[groups.group]
+
+
+def _all_equal(table: Tensor, real: Tensor) -> Tensor:
+    """Groups whose real entries are all equal up to rounding, or that have none. (P, G), (P, G) bool -> (P,) bool."""
+    filled = torch.where(real, table, table.gather(1, real.long().argmax(dim=1, keepdim=True)))
+    return rl_lab.groups_without_spread(filled)
 
 
 def _group_ids(row: Row, answers: Answers) -> Tensor:
@@ -801,8 +857,8 @@ def outcome_advantages(row: Row, batch: Batch) -> Tensor:
     """One advantage an answer, (N,): baseline, then scale, over answers."""
     answers = _answers(row, batch)
     rewards = answers.rewards
-    _check_rewards(row, rewards)
-    grouped = row.baseline in GROUP_BASELINES or row.scale == "group_std" or row.reward_parts == "normalise_then_sum"
+    kept = _kept_answers(row, answers)
+    grouped = row.baseline in GROUP_BASELINES or row.reward_parts == "normalise_then_sum"
     groups = arrange_groups(_group_ids(row, answers) if grouped else torch.arange(len(rewards)))
     if row.reward_parts == "normalise_then_sum":
         if answers.parts is None:
@@ -827,8 +883,7 @@ def outcome_advantages(row: Row, batch: Batch) -> Tensor:
         if row.baseline in BASELINES:
             advantages = BASELINES[row.baseline](table, real, groups.table(answers.lengths.to(table.dtype)))
             # Rounding leaves a few ulps where all rewards are equal, and dividing by a tiny std would blow them up.
-            filled = torch.where(real, table, table.gather(1, real.long().argmax(dim=1, keepdim=True)))
-            advantages = torch.where(rl_lab.groups_without_spread(filled).unsqueeze(1), 0.0, advantages)
+            advantages = torch.where(_all_equal(table, real).unsqueeze(1), 0.0, advantages)
         else:
             advantages = table
         variance = variance_of(table, real, row.std_ddof)[1]
@@ -845,12 +900,12 @@ def outcome_advantages(row: Row, batch: Batch) -> Tensor:
         if row.baseline == "greedy":
             advantages = advantages - _required(row, batch, "reward_baselines")
     if row.scale == "batch_std_of_raw_rewards":
-        advantages = divide_by_std(row, advantages, variance_of(rewards, present, row.std_ddof)[1])
+        advantages = divide_by_std(row, advantages, variance_of(rewards, present & kept, row.std_ddof)[1])
     elif row.scale == "batch_std":
-        mean, variance = variance_of(advantages, present, row.std_ddof)
+        mean, variance = variance_of(advantages, present & kept, row.std_ddof)
         advantages = divide_by_std(row, advantages - mean, variance)
     advantages = torch.where(present, advantages, 0.0)
-    return advantages if batch.row_ids is None or batch.gen_rewards is None else advantages[batch.row_ids]
+    return advantages[batch.row_ids] if batch.from_generation else advantages
 
 
 def normalised_parts(row: Row, parts: Tensor, weights: Tensor, groups: Groups) -> Tensor:
@@ -867,8 +922,9 @@ def token_rewards(row: Row, batch: Batch) -> Tensor:
     """Reward of every token, (N, T): as given, or the answer's on its last counted token; less a KL in the reward."""
     rewards = batch.token_level_rewards
     if rewards is None:
-        answer = _answers(replace(row, kl_place="loss"), batch).rewards
+        answer = _answers(replace(row, kl="none"), batch).rewards
         _check_rewards(replace(row, missing_reward="refuse"), answer)
+        answer = answer[batch.row_ids] if batch.from_generation else answer
         last = _last_token(batch.mask)
         rewards = torch.zeros_like(batch.logps).masked_scatter(last, answer[batch.mask.any(dim=1)])
     if row.overlong == "soft":
@@ -941,7 +997,7 @@ def compute_ratio(row: Row, l: Tensor, l0: Tensor, lengths: Tensor, advantages: 
     """
     lengths = lengths.clamp(min=1)
     has_limit = not (math.isinf(row.log_ratio_min) and math.isinf(row.log_ratio_max))
-    if row.ratio in ("token", "none") and not has_limit:
+    if row.ratio == "none" or (row.ratio == "token" and not has_limit):
         return Ratio(rl_lab.importance_ratio(l, l0), 1.0, False, False)
     log_ratio = l - l0
     if row.ratio == "sequence_mean_of_clipped":
@@ -1071,7 +1127,7 @@ def kl_estimate(row: Row, logps: Tensor, anchor_logps: Tensor) -> tuple[Tensor, 
     """Estimate of KL(policy || anchor) at each sampled token, and its slope d KL_t / d l_t. [...] -> [...], [...].
 
     d = l - lr. k1: d, slope 1. k2: d^2/2, slope d. k3: exp(-d) + d - 1, slope 1 - exp(-d). abs: |d|, slope sign(d).
-    kl_gradient "k2" keeps the value and takes slope d. A limit cuts the value and its slope.
+    A limit cuts the value and its slope. kl_gradient "k2" keeps the value and takes slope d, which no limit cuts.
     """
     d = logps - anchor_logps
     limited = d if math.isinf(row.kl_log_limit) else d.clamp(-row.kl_log_limit, row.kl_log_limit)
@@ -1140,8 +1196,10 @@ def _row_weights(row: Row, batch: Batch, reduction: str, lengths: Tensor, kept: 
             "sum_over_width": rows * batch.mask.shape[1],
             "sum_over_tokens": 1.0,
         }[reduction]
-        if not denominator:
+        if reduction == "sum_over_budget" and batch.budget is None:
             raise ValueError(f"{row.name}: the batch has no budget, the C of reduction 'sum_over_budget'")
+        if not denominator:
+            raise ValueError(f"{row.name}: reduction {reduction!r} divides by 0: no row that is left has a counted token")
         weights = torch.full_like(lengths, 1 / denominator)
     return weights / _accumulation(row, batch)
 
@@ -1360,7 +1418,7 @@ class Weighing:
     """The sum over counted tokens of weight * x, and its gradients. x is (N, T), or (N, 1) of whole answers."""
 
     def __init__(self, used: Tensor, lengths: Tensor, of_row: Tensor):
-        self.used, self.of_row, self.of_answer = used, of_row, of_row * lengths
+        self.used, self.of_row, self.whole = used, of_row, of_row * lengths
 
     @cached_property
     def weights(self) -> Tensor:
@@ -1372,14 +1430,14 @@ class Weighing:
 
     def total(self, x: Tensor) -> Tensor:
         """sum(weight * x); what an answer's tokens share meets the sum of their weights."""
-        return (self.of_answer * x).sum() if x.shape[1] == 1 else (self.weights * x).sum()
+        return (self.whole * x).sum() if x.shape[1] == 1 else (self.weights * x).sum()
 
     def through(self, ratio: Ratio, slope: Tensor) -> Tensor:
         """The gradient at every token's log-probability where dx / d log r = slope."""
         if not ratio.of_answer:
             return self.of_tokens(slope if isinstance(ratio.share, float) else slope * ratio.share)
-        whole = self.of_answer * slope if slope.shape[1] == 1 else (self.weights * slope).sum(dim=1, keepdim=True)
-        return self.used * (whole * ratio.share)
+        of_answer = self.whole * slope if slope.shape[1] == 1 else (self.weights * slope).sum(dim=1, keepdim=True)
+        return self.used * (of_answer * ratio.share)
 
 
 def _used(values: Tensor, mask: Tensor) -> Tensor:
@@ -1410,7 +1468,7 @@ def loss_to_backpropagate(
             continue
         if given is None:
             raise ValueError(f"loss_to_backpropagate: {name} is missing, and this row has a gradient for it")
-        if given.numel() != slope.numel() or given.shape[0] != slope.shape[0]:
+        if given.shape != slope.shape and (*given.shape, 1) != slope.shape:  # (N,) for (N, 1): answers of one token
             raise ValueError(f"{name}: got shape {tuple(given.shape)}, wanted {tuple(slope.shape)}")
         live = torch.where(slope != 0, given.reshape(slope.shape), 0.0)
         total = total + (slope.to(live.dtype) * (live - live.detach())).sum()
@@ -1457,7 +1515,7 @@ PREFERENCE_CHOICES: dict[str, dict[str, str]] = {
 class PreferenceRow:
     """One preference loss, a mean over pairs: u is the score of the chosen answer, v of the rejected one, D = u - v.
 
-    Raises ValueError for a name outside PREFERENCE_CHOICES or a number out of range.
+    Raises ValueError for a name outside PREFERENCE_CHOICES, a number out of range, or choices that exclude each other.
     """
 
     name: str
@@ -1479,8 +1537,12 @@ class PreferenceRow:
         for field, allowed in PREFERENCE_CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{self.name}, {field}: got {getattr(self, field)!r}, wanted one of {', '.join(allowed)}")
-        if not 0 < self.beta < INF:
-            raise ValueError(f"{self.name}, beta: got {self.beta!r}, wanted a number above 0")
+        for field, low in _PREFERENCE_LOWEST.items():
+            value = getattr(self, field)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not low <= value < INF or (field == "beta" and not value):
+                wanted = "above 0" if field == "beta" else f"of at least {low:g}"
+                raise ValueError(f"{self.name}, {field}: got {value!r}, wanted a finite number {wanted}")
         most = 0.5 if self.loss == "robust" else 1.0
         if not 0 <= self.label_smoothing < most:
             raise ValueError(
@@ -1488,6 +1550,15 @@ class PreferenceRow:
             )
         if self.loss == "exo" and self.label_smoothing == 0:
             raise ValueError(f"{self.name}, label_smoothing: got 0, wanted above 0: exo takes its logarithm")
+        maps = self.divergence != "reverse_kl"
+        for excluded, reason in (
+            (self.loss == "aot" and maps, "aot sorts gaps, not scores: divergence reverse_kl"),
+            (self.loss == "kto" and (maps or self.sft_coef or self.tail_weight != 1), "kto has no pairs: no divergence, "
+             "sft_coef or tail_weight"),
+            (self.loss == "orpo" and (maps or self.reference == "used"), "orpo takes odds, which need reference unused"),
+        ):  # fmt: skip
+            if excluded:
+                raise ValueError(f"{self.name}: {reason}")
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -1495,6 +1566,17 @@ class PreferenceRow:
         if self.loss == "kto":
             return ("labels", "ref_logps", "kl_seq_logps", "ref_kl_seq_logps")
         return ("pairs", "ref_logps") if self.reference == "used" else ("pairs",)
+
+
+_PREFERENCE_LOWEST = {
+    "beta": 0.0,
+    "label_smoothing": 0.0,
+    "gamma": -1e308,
+    "sft_coef": 0.0,
+    "tail_weight": 0.0,
+    "desirable_weight": 0.0,
+    "undesirable_weight": 0.0,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -1527,13 +1609,17 @@ def make_preferences(
     """Check preference data: token arrays (2P, T), chosen first; or one number an answer, chosen_logps (P,) and so on.
 
     With whole-answer numbers every answer counts as one token, so per-token means need the token arrays.
-    Raises TypeError and ValueError as make_batch, and for an odd number of rows without labels.
+    Raises TypeError and ValueError as make_batch, for a side without the other, and for an odd number of rows without
+    labels.
     """
-    if chosen_logps is not None:
-        pairs = [torch.as_tensor(side) for side in (chosen_logps, rejected_logps)]
-        logps = torch.cat(pairs)
-        if ref_chosen_logps is not None:
-            ref_logps = torch.cat([torch.as_tensor(side) for side in (ref_chosen_logps, ref_rejected_logps)])
+    pairs = _both_sides("chosen_logps", chosen_logps, "rejected_logps", rejected_logps)
+    ref_pairs = _both_sides("ref_chosen_logps", ref_chosen_logps, "ref_rejected_logps", ref_rejected_logps)
+    for name, whole, sides in (("logps", logps, pairs), ("ref_logps", ref_logps, ref_pairs)):
+        if whole is not None and sides is not None:
+            raise ValueError(f"{name}: given both as one array and as chosen and rejected; wanted one of the two")
+    logps, ref_logps = (whole if sides is None else sides for whole, sides in ((logps, pairs), (ref_logps, ref_pairs)))
+    if logps is None:
+        raise ValueError("logps: missing; wanted logps with mask, or chosen_logps and rejected_logps")
     made = make_batch(logps=logps, mask=mask, ref_logps=ref_logps, dtype=dtype)
     rows = len(made.logps)
     if labels is None and rows % 2:
@@ -1547,6 +1633,20 @@ def make_preferences(
     if labels is not None:
         per_row["labels"] = _shaped("labels", _boolean("labels", labels), (rows,), "True where the answer is desirable")
     return Preferences(made.logps, made.mask, labels is None, made.ref_logps, **per_row)
+
+
+def _both_sides(chosen_name: str, chosen, rejected_name: str, rejected) -> Tensor | None:
+    """Chosen and rejected answers below each other, or None where neither is given."""
+    if chosen is None and rejected is None:
+        return None
+    for name, side, other in ((chosen_name, chosen, rejected_name), (rejected_name, rejected, chosen_name)):
+        if side is None:
+            raise ValueError(f"{name}: missing; wanted beside {other}")
+    chosen, rejected = torch.as_tensor(chosen), torch.as_tensor(rejected)
+    if chosen.shape != rejected.shape:
+        got, wanted = tuple(rejected.shape), tuple(chosen.shape)
+        raise ValueError(f"{rejected_name}: got shape {got}, wanted {wanted}, as {chosen_name} has")
+    return torch.cat([chosen, rejected])
 
 
 @dataclass(frozen=True, eq=False)
@@ -1751,7 +1851,7 @@ def _table(*rows: Row | PreferenceRow) -> dict:
 
 # fmt: off
 _PPO = Row("ppo", "Schulman et al. 2017, arXiv 1707.06347, equations 7 and 9; GAE: arXiv 1506.02438",
-    "the paper tunes the weight of the critic; 0.5 is this lab's",
+    "the paper tunes the weight of the critic, 0.5 here, and has an entropy term; gamma is 1 here",
     baseline="gae", reduction="mean_over_tokens", value_loss="square", value_coef=0.5)
 _GRPO = Row("grpo", "Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, section 4.1",
     "the paper leaves the divisor of std and its guard open; population std and 1e-8 are this lab's",
@@ -1803,12 +1903,13 @@ PAPER_ROWS = _table(
                 "is 2 A / tau, so centred advantages do not give loss 0",
         surrogate="sapo", kl="none", kl_coef=0.0),
     Row("reinforce_pp", "Hu 2025, arXiv 2501.03262, first version, section 3",
-        "the paper tunes the KL coefficient, 0.01 here; no trained baseline, and no promise of an unbiased gradient",
+        "the paper tunes the KL coefficient, 0.01 here, and leaves the std open: population std over tokens + 1e-8 here; no "
+        "trained baseline, and no promise of an unbiased gradient",
         baseline="none", credit="reward_to_go", scale="token_std", kl="k1", kl_coef=0.01, kl_place="reward",
         reduction="mean_over_tokens"),
     Row("reinforce_pp_baseline", "Hu et al. 2025, arXiv 2501.03262, version 9, section 3.2",
         "from reinforce_pp: group mean first, then the batch's mean and std over answers; KL as a loss of its own (k2)."
-        " The coefficient is tuned there, 0.01 here",
+        " The coefficient is tuned there, 0.01 here; population std + 1e-8 is this lab's",
         scale="batch_std", kl="k2", kl_coef=0.01, reduction="mean_over_tokens"),
 )
 
@@ -1937,12 +2038,14 @@ OTHER_ROWS = _table(
         baseline="given", reduction="mean_over_tokens"),
     Row("grpo@torchrl-0.14.1",
         "torchrl 0.14.1, MCAdvantage and GRPOLoss; from its source, not checked against a recording",
-        "from the paper: sample std with a floor of 1e-6 instead of a sum, token mean, KL as a mean over the padded width",
+        "from the paper: sample std with a floor of 1e-6 instead of a sum, token mean, KL as a mean over the padded width; "
+        "its entropy bonus of 0.01 is left out",
         scale="group_std", std_ddof=1, std_eps=1e-6, std_guard="floor", kl="k3", reduction="mean_over_tokens",
         kl_reduction="sum_over_width"),
     Row("grpo@openrlhf-3c3be62",
         "OpenRLHF 3c3be62, group_norm with token_level_loss; from its source, not checked against a recording",
-        "from the paper: sample std + 1e-9, token mean; its clip of the baselined reward to +-10 is left out",
+        "from the paper: sample std + 1e-9, token mean; its clip of the baselined reward to +-10, and the k1 KL that it "
+        "then subtracts from each token, are left out",
         scale="group_std", std_ddof=1, std_eps=1e-9, reduction="mean_over_window", rows_counted="nonempty",
         length_eps=1e-8),
 )

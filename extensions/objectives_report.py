@@ -178,18 +178,13 @@ def lacking(row: Row | PreferenceRow, batch: Batch | Preferences) -> list[str]:
         "rewards": (batch.token_level_rewards, batch.rewards_per_func, batch.gen_rewards),
         "group_ids": (batch.gen_group_ids,),
         "old_logps": (batch.logps,),
-        "reward_baselines": (),
+        "rewards_per_func": (batch.gen_rewards_per_func,),
     }
-    missing = [
+    return [
         name
         for name in row.needs
         if getattr(batch, name) is None and all(other is None for other in stand_ins.get(name, ()))
     ]
-    if row.reward_parts == "normalise_then_sum" and batch.rewards_per_func is None and batch.gen_rewards_per_func is None:
-        missing.append("rewards_per_func")
-    if "sum_over_budget" in (row.reduction, row.kl_reduction) and batch.budget is None:
-        missing.append("budget")
-    return missing
 
 
 def verdict(loss: Tensor, gradient: Tensor, size: float) -> str:

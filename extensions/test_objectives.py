@@ -597,6 +597,13 @@ class GradientInClosedForm(unittest.TestCase):
             if row.kl != "exact":
                 self.assert_gradient_is_that_of_autograd(row)
 
+    def test_a_limit_of_the_ratio_cuts_nothing_where_there_is_none(self):
+        batch = small_batch()
+        batch = replace(batch, old_logps=batch.logps - 30.0 * batch.mask.double())  # beyond the limit of 20
+        result = evaluate(ROWS["gpg@verl-0.9.1"], batch)
+        self.assertEqual(result.clipped_branch_fraction, 0.0)
+        self.assert_gradient_is_that_of_autograd(ROWS["gpg@verl-0.9.1"], batch)
+
     def test_every_combination(self):
         batch = replace(small_batch(), accumulation_steps=3, window_tokens=31.0, window_rows=5.0)
         rows = combinations_of_choices()
@@ -683,6 +690,10 @@ class GradientInClosedForm(unittest.TestCase):
             objectives.loss_to_backpropagate(result, made["logps"])
         with self.assertRaisesRegex(ValueError, "logps: got shape"):
             objectives.loss_to_backpropagate(result, made["logps"][:2], vpreds=made["vpreds"], entropies=made["entropies"])
+        with self.assertRaisesRegex(ValueError, "logps: got shape"):  # as many numbers in another order
+            rows, width = batch.logps.shape
+            other = {"vpreds": made["vpreds"], "entropies": made["entropies"]}
+            objectives.loss_to_backpropagate(result, made["logps"].reshape(rows, width // 2, 2), **other)
 
     def test_nothing_is_learned_from_constants(self):
         """No gradient reaches rewards, old or reference log-probabilities: make_batch detaches, evaluate builds no graph."""
@@ -723,6 +734,8 @@ class Advantages(unittest.TestCase):
         scales = ("none", "group_std", "batch_std_of_raw_rewards", "batch_std")
         for baseline, scale, ddof in itertools.product(baselines, scales, (0, 1)):
             for guard in objectives.CHOICES["std_guard"] if scale != "none" else ("add",):
+                if (baseline, scale) == ("none", "group_std"):
+                    continue  # refused, see test_rows_that_make_no_sense
                 # 0.3 is above the smallest and below the largest std and variance here, so that both floors act somewhere.
                 row = replace(base, baseline=baseline, scale=scale, std_ddof=ddof, std_guard=guard, std_eps=0.3)
                 wanted = slow_advantages(row, self.REWARDS, self.GROUPS, self.LENGTHS)
@@ -767,6 +780,12 @@ class Advantages(unittest.TestCase):
             self.of(replace(row, missing_reward="refuse"), rewards=[1.0, math.nan, 0.0, 4.0], groups=[0, 0, 0, 0])
         with self.assertRaisesRegex(ValueError, "got inf at row 2"):
             self.of(row, rewards=[1.0, 2.0, math.inf, 4.0], groups=[0, 0, 0, 0])
+        with self.subTest("the group filter looks at the rewards that are there"):
+            row = replace(row, group_filter="spread")
+            rewards, groups = [1.0, math.nan, 1.0, 4.0, 2.0, math.nan, math.nan], [0, 0, 0, 1, 1, 2, 2]
+            kept = objectives.kept_rows(row, self.batch(rewards, groups)).tolist()
+            self.assertEqual(kept, [False, False, False, True, True, False, False])
+            self.assert_all_close(self.of(row, rewards=rewards, groups=groups)[3:5], [1.0, -1.0])
 
     def test_reinforce_pp_counts_tokens_or_answers(self):
         """A' = +-0.5, lengths 1 and 3. Over tokens: mean (0.5 - 1.5)/4 = -0.25, var (0.75^2 + 3 * 0.25^2)/3 = 0.25, so
@@ -851,6 +870,12 @@ class Advantages(unittest.TestCase):
         self.assertIsNotNone(part)
         with self.assertRaisesRegex(ValueError, "leaves nothing"):
             evaluate(row, self.batch(rewards=[1.0, 1.0], groups=[0, 0]))
+        with self.subTest("nor does it count in the batch's mean and std"):
+            # [2, 1] alone: A = +-0.5; std of A 0.5, of R 0.5. With [1, 1] beside it the stds would be smaller.
+            for scale, wanted in (("batch_std", 1.0), ("batch_std_of_raw_rewards", 1.0)):
+                scaled = replace(row, scale=scale, std_eps=0.0)
+                got = self.of(scaled, rewards=[1.0, 1.0, 2.0, 1.0], groups=[0, 0, 1, 1])
+                self.assert_all_close(got[2:], [wanted, -wanted])
 
     def test_a_micro_batch_uses_its_generation_batch(self):
         """Advantages of the four generated answers, of which rows 3 and 0 are here: (0 - 0.5), (1 - 0.5)."""
@@ -862,6 +887,12 @@ class Advantages(unittest.TestCase):
             row_ids=[3, 0],
         )
         self.assert_all_close(objectives.compute_advantages(ROWS["dr_grpo"], batch)[:, 0].tolist(), [-0.5, 0.5])
+        with self.subTest("rewards per token are those of the rows that are here, too"):
+            batch = replace(batch, gen_rewards=torch.tensor([1.0, 9.0, 9.0, 3.0], dtype=torch.float64))
+            rows = (ROWS["remax"], replace(ROWS["reinforce_pp"], scale="none", kl="none"), replace(ROWS["ppo"], lam=1.0))
+            batch = replace(batch, reward_baselines=torch.zeros(2).double(), values=torch.zeros_like(batch.logps))
+            for row in rows:  # without a critic, at gamma 1, every token's reward to go is the answer's
+                self.assert_all_close(objectives.compute_advantages(row, batch)[:, 0].tolist(), [3.0, 1.0])
 
 
 class SurrogatesAndKl(unittest.TestCase):
@@ -1090,6 +1121,16 @@ class Reductions(unittest.TestCase):
         row = replace(ROWS["grpo"], baseline="given", scale="none", kl="none")
         self.assertEqual(evaluate(row, batch).loss.item(), -0.5)
         self.assertEqual(evaluate(replace(row, rows_counted="nonempty"), batch).loss.item(), -1.0)
+        with self.subTest("and where a filter leaves only rows without tokens, it is said"):
+            batch = make_batch(
+                logps=np.full((4, 1), -1.0),
+                mask=np.array([[True], [True], [False], [False]]),
+                rewards=np.array([1.0, 1.0, 1.0, 0.0]),
+                group_ids=[0, 0, 1, 1],
+                allow_empty_rows=True,
+            )
+            with self.assertRaisesRegex(ValueError, "'mean_over_tokens' divides by 0: no row that is left"):
+                evaluate(replace(ROWS["dapo"], overlong="none"), batch)
 
     def test_no_budget(self):
         batch = replace(small_batch(), budget=None)
@@ -1144,10 +1185,27 @@ class BadInput(unittest.TestCase):
             ({"accumulation_steps": 0}, ValueError, "accumulation_steps: got 0"),
             ({"row_ids": [0, 1]}, ValueError, "belong together"),
             ({"row_ids": [0, 9], "gen_rewards": np.zeros(4)}, ValueError, "row_ids: got numbers from 0 to 9"),
-            ({"rewards_per_func": np.zeros((2, 2))}, ValueError, "together with reward_weights"),
+            ({"accumulation_steps": 2.7}, ValueError, "accumulation_steps: got 2.7, wanted a whole number"),
+            ({"budget": math.inf}, ValueError, "budget: got inf"),
+            ({"old_logps": np.ones((2, 3), dtype=bool)}, TypeError, "old_logps: got dtype torch.bool"),
+            ({"reward_baselines": np.array([0.0, math.nan])}, ValueError, "reward_baselines: row 1 is not finite"),
+            ({"logits": np.full((2, 3, 4), math.nan)}, ValueError, "logits: got NaN or inf"),
+            ({"rewards_per_func": np.zeros((2, 2))}, ValueError, "with reward_weights None"),
+            ({"rewards_per_func": np.zeros((7, 2)), "reward_weights": np.ones(2)}, ValueError, r"wanted \(2, F\)"),
+            (
+                {"gen_rewards_per_func": np.zeros((4, 2)), "gen_rewards": np.zeros(4), "row_ids": [0, 1]},
+                ValueError,
+                r"gen_rewards_per_func: got \(4, 2\) with reward_weights None",
+            ),
         ):
             with self.subTest(wrong=wrong), self.assertRaisesRegex(error, message):
                 make_batch(**(self.arrays | wrong))
+
+    def test_a_forbidden_token_may_have_a_logit_of_minus_infinity(self):
+        logits = np.zeros((2, 3, 4))
+        logits[:, :, 1] = -math.inf
+        kept = make_batch(**self.arrays, logits=logits).logits
+        self.assertEqual(kept[:, :, 1].isinf().tolist(), self.arrays["mask"].tolist())
 
     def test_a_batch_that_lacks_what_the_row_reads(self):
         batch = make_batch(**self.arrays)
@@ -1176,6 +1234,14 @@ class BadInput(unittest.TestCase):
             ({"baseline": "given"}, "scaled by none or token_std"),
             ({"kl": "exact", "kl_place": "reward"}, "exact KL is that of the current policy"),
             ({"kl_place": "reward", "kl_weight": "ratio"}, "no gradient and no weight"),
+            ({"kl_place": "reward", "kl_anchor": "old"}, "to itself it is 0"),
+            ({"baseline": "none"}, "group_std needs a baseline of the group"),
+            ({"baseline": "greedy"}, "group_std needs a baseline of the group"),
+            (
+                {"baseline": "none", "credit": "reward_to_go", "scale": "none", "reward_parts": "normalise_then_sum"},
+                "one number an answer",
+            ),
+            ({"surrogate": "vespo", "ratio": "sequence_mean"}, "its own ratio of answers"),
         ):
             with self.subTest(wrong=wrong), self.assertRaisesRegex(ValueError, message):
                 replace(ROWS["grpo"], **wrong)
@@ -1252,7 +1318,10 @@ class PreferenceLosses(unittest.TestCase):
     def test_gradient_of_every_row(self):
         data = self.data()
         for name, named in PREFERENCE_ROWS.items():
-            for row in (named, replace(named, beta=0.7, sft_coef=0.3)):
+            rows = [named, replace(named, beta=0.7, sft_coef=0.0 if named.loss == "kto" else 0.3)]
+            if named.loss not in ("aot", "kto", "orpo"):
+                rows += [replace(named, divergence=divergence) for divergence in objectives.PREFERENCE_CHOICES["divergence"]]
+            for row in rows:
                 logps = data.logps.clone().requires_grad_()
                 loss = self.oracle(row, data, logps)
                 (gradient,) = torch.autograd.grad(loss, logps)
@@ -1330,9 +1399,37 @@ class PreferenceLosses(unittest.TestCase):
         labelled = make_preferences(logps=np.full((2, 2), -1.0), mask=np.ones((2, 2), dtype=bool), labels=[True, False])
         with self.assertRaisesRegex(ValueError, "simpo: the data have no pairs"):
             evaluate_preference(PREFERENCE_ROWS["simpo"], labelled)
-        for wrong in ({"beta": 0.0}, {"loss": "dpo"}, {"loss": "robust", "label_smoothing": 0.5}, {"loss": "exo"}):
-            with self.subTest(wrong=wrong), self.assertRaises(ValueError):
+        for wrong, message in (
+            ({"beta": 0.0}, "beta: got 0.0, wanted a finite number above 0"),
+            ({"beta": "0.1"}, "beta: got '0.1'"),
+            ({"gamma": math.nan}, "gamma: got nan"),
+            ({"sft_coef": -math.inf}, "sft_coef: got -inf"),
+            ({"desirable_weight": -3}, "desirable_weight: got -3, wanted a finite number of at least 0"),
+            ({"loss": "dpo"}, "loss: got 'dpo'"),
+            ({"loss": "robust", "label_smoothing": 0.5}, "label_smoothing: got 0.5"),
+            ({"loss": "exo"}, "exo takes its logarithm"),
+            ({"loss": "aot", "divergence": "js"}, "aot sorts gaps"),
+            ({"loss": "kto", "sft_coef": 0.1}, "kto has no pairs"),
+            ({"loss": "kto", "tail_weight": 0.5}, "kto has no pairs"),
+            ({"loss": "kto", "divergence": "js"}, "kto has no pairs"),
+            ({"loss": "orpo"}, "reference unused"),
+        ):
+            with self.subTest(wrong=wrong), self.assertRaisesRegex(ValueError, message):
                 replace(PREFERENCE_ROWS["dpo"], **wrong)
+
+    def test_sides_that_do_not_match(self):
+        three, one = np.full(3, -1.0), np.full(1, -1.0)
+        pair = {"chosen_logps": one, "rejected_logps": one}
+        for wrong, message in (
+            ({}, "logps: missing"),
+            ({"chosen_logps": three, "rejected_logps": one}, r"rejected_logps: got shape \(1,\), wanted \(3,\)"),
+            ({"chosen_logps": one}, "rejected_logps: missing; wanted beside chosen_logps"),
+            ({"rejected_logps": one}, "chosen_logps: missing; wanted beside rejected_logps"),
+            ({**pair, "ref_chosen_logps": one}, "ref_rejected_logps: missing"),
+            ({**pair, "logps": three}, "logps: given both"),
+        ):
+            with self.subTest(wrong=list(wrong)), self.assertRaisesRegex(ValueError, message):
+                make_preferences(**wrong)
 
 
 class TheTable(unittest.TestCase):
@@ -1363,21 +1460,19 @@ class TheTable(unittest.TestCase):
             self.assertIsInstance(hash(row), int)
 
     def test_needs_are_what_evaluate_reads(self):
-        """With exactly the arrays in `needs` (and a budget) each row evaluates; without one of them it says so."""
+        """With exactly what `needs` names each row evaluates; without one of them it says so."""
         batch = small_batch()
         for name, row in ROWS.items():
             held = {n: getattr(batch, n) for n in row.needs}
-            if row.reward_parts == "normalise_then_sum":
-                held |= {"rewards_per_func": batch.rewards_per_func, "reward_weights": batch.reward_weights}
             if name == "ppo@sb3-2.9.2":
                 held["values"] = batch.values
-            evaluate(row, make_batch(logps=batch.logps, mask=batch.mask, budget=6, **held))
+            evaluate(row, make_batch(logps=batch.logps, mask=batch.mask, **held))
             for missing in set(row.needs) - {"old_logps"}:
                 with self.subTest(name=name, missing=missing), self.assertRaisesRegex(ValueError, missing):
                     evaluate(
                         row,
                         make_batch(
-                            logps=batch.logps, mask=batch.mask, budget=6, **{n: v for n, v in held.items() if n != missing}
+                            logps=batch.logps, mask=batch.mask, **{n: v for n, v in held.items() if n != missing}
                         )
                         if missing != "rewards"
                         else replace(batch, rewards=None, rewards_per_func=None),

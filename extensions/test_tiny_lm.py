@@ -256,25 +256,31 @@ class Model(unittest.TestCase):
 
 
 class Losses(unittest.TestCase):
+    @staticmethod
+    def token_advantages(rewards, old, ref, values, counted, **settings) -> tuple[torch.Tensor, torch.Tensor]:
+        answers = tiny_lm.Answers(None, old, rewards, None)
+        reference = tiny_lm.Scored(None, ref, counted)
+        return tiny_lm.token_advantages(TinySettings(**settings), answers, reference, values)
+
     def test_token_rewards_and_gae_by_hand(self):
         counted = torch.tensor([[True, True, True, False], [True, False, False, False]])
         old = torch.tensor([[-1.0, -0.5, -0.2, 0.0], [-2.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
         ref = torch.tensor([[-1.5, -0.5, -0.4, 0.0], [-1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
-        reward = tiny_lm.token_rewards(torch.tensor([1.0, 0.0], dtype=torch.float64), old, ref, counted, 0.1)
-        # -0.1 * (old - ref): -0.05, 0, -0.02 and +1 at the last token; second row 0.1
-        torch.testing.assert_close(reward, torch.tensor([[-0.05, 0.0, 0.98, 0.0], [0.1, 0, 0, 0]], dtype=torch.float64))
+        rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)
         values = torch.tensor([[0.5, 0.6, 0.7, 9.0], [0.2, 9.0, 9.0, 9.0]], dtype=torch.float64)
-        advantages, returns = tiny_lm.token_advantages(reward, values, counted, lam=0.5)
+        advantages, returns = self.token_advantages(rewards, old, ref, values, counted, kl=0.1, gae_lambda=0.5)
+        # Rewards -0.1 * (old - ref): -0.05, 0, -0.02, and +1 at the last token; second row 0.1.
         # delta_2 = 0.98 - 0.7 = 0.28; delta_1 = 0 + 0.7 - 0.6 = 0.1; delta_0 = -0.05 + 0.6 - 0.5 = 0.05
         # A_2 = 0.28; A_1 = 0.1 + 0.5 * 0.28 = 0.24; A_0 = 0.05 + 0.5 * 0.24 = 0.17. Second row 0.1 - 0.2 = -0.1
         expected = torch.tensor([[0.17, 0.24, 0.28, 0.0], [-0.1, 0.0, 0.0, 0.0]], dtype=torch.float64)
         torch.testing.assert_close(advantages, expected)
-        torch.testing.assert_close(returns, expected + values.masked_fill(~counted, 0.0))
+        torch.testing.assert_close(returns, (expected + values).masked_fill(~counted, 0.0))
 
     def test_the_reward_of_an_answer_is_paid_once_whatever_its_length(self):
         counted = torch.arange(RESPONSE_LENGTH) < torch.arange(1, RESPONSE_LENGTH + 1).unsqueeze(1)
         zero = torch.zeros(counted.shape)
-        paid = tiny_lm.token_rewards(torch.ones(RESPONSE_LENGTH), zero, zero, counted, 0.0)
+        # Without a critic and with lambda 0 the advantage of a token is its own reward.
+        paid, _ = self.token_advantages(torch.ones(RESPONSE_LENGTH), zero, zero, zero, counted, gae_lambda=0.0)
         self.assertEqual(paid.tolist(), torch.eye(RESPONSE_LENGTH).tolist())
 
     def test_grpo_through_its_row_equals_the_atoms_in_loss_and_parameter_gradient(self):
@@ -568,6 +574,7 @@ class CommandLine(unittest.TestCase):
             ("--objective: name one --algorithm", ["--objective", "dapo"]),
             ("--mistake: name one --algorithm", ["--mistake", "dropout"]),
             ("--mistake: dropout makes no difference to sft", ["--algorithm", "sft", "--mistake", "dropout"]),
+            ("--public-tests: the verifier exact has none", ["--algorithm", "grpo", "--public-tests", "4"]),
             ("--verifier: sft learns from right answers", ["--algorithm", "sft", "--verifier", "subset"]),
             ("--kl: the objective dr_grpo", ["--algorithm", "grpo", "--objective", "dr_grpo", "--kl", "0.1"]),
             ("unrecognized arguments", ["--seeed", "7"]),
@@ -619,6 +626,22 @@ class CommandLine(unittest.TestCase):
         self.assertEqual(status, 0)
         for name in (*VERIFIERS, *MISTAKES):
             self.assertIn(name, out)
+
+    def test_remarks_are_those_of_the_run(self):
+        before = {"reward": 0.9, "sampled_accuracy": 0.5, "greedy_accuracy": 0.8}
+
+        def remarks(algorithm="grpo", steps=60, **after) -> str:
+            settings = TinySettings(steps=steps)
+            run = tiny_lm.TrainingRun(algorithm, "subset", None, settings, None, [before, before | after], [], None, None)
+            return "\n".join(tiny_lm.remarks(run))
+
+        self.assertIn("learned what is checked", remarks(reward=1.0, sampled_accuracy=0.1))
+        self.assertEqual(remarks(), "")  # the gap was there before: nothing was learned
+        self.assertEqual(remarks(reward=1.0, sampled_accuracy=0.55), "")
+        self.assertIn("12 pairs learned by heart", remarks("dpo", pair_accuracy=1.0, greedy_accuracy=0.2, pairs=12))
+        self.assertEqual(remarks("dpo", pair_accuracy=1.0, greedy_accuracy=0.9, pairs=12), "")
+        self.assertIn("the policy never moved", remarks("ppo", steps=10))
+        self.assertEqual(remarks("ppo", steps=11), "")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from typing import Callable, Iterator, NamedTuple, Sequence
 import torch
 from torch import Tensor
 
-from extensions.objectives import ROWS, Row, evaluate, loss_to_backpropagate, make_batch
+from extensions.objectives import ROWS, Row, evaluate, gae_over_tokens, loss_to_backpropagate, make_batch
 from extensions.tiny_lm_model import Decoder, Sequences, generate, join
 from extensions.tiny_lm_task import (
     PAD,
@@ -78,7 +78,6 @@ from rl_lab import (
     descend,
     dpo_loss,
     format_table,
-    gae,
     groups_without_spread,
     importance_ratio,
     json_text,
@@ -103,7 +102,7 @@ class TinySettings(Settings):
         0,
         Range(int, 0, 100_000),
         "training rounds; 0: the algorithm's own (sft 55, ppo and grpo 120, online-dpo and rloo 150, dpo 200), half as many "
-        "with a verifier that forgets something",
+        "with a verifier that forgets something. The supervised start before them keeps its 55",
         "run",
     )
     evaluate_every: int = setting(20, Range(int, 1, 100_000), "rounds between two rows of the CSV", "run")
@@ -286,32 +285,20 @@ def supervised(stage: Stage) -> Iterator[Diagnostics]:
 # ------------------------------------------------------------------------------------------ PPO
 
 
-def token_rewards(answer_rewards: Tensor, old_logps: Tensor, ref_logps: Tensor, counted: Tensor, kl_weight: float) -> Tensor:
-    """RLHF's token rewards: -kl_weight * (old_logp - ref_logp) at each token, and the answer's reward at its last one.
+def token_advantages(
+    settings: TinySettings, answers: Answers, reference: Scored, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """PPO for language models, by the row `ppo` of objectives.py with a KL in the reward -> advantages, returns [N, R].
 
-    answer_rewards [N], old_logps, ref_logps [N, R], counted [N, R] bool -> [N, R], 0 where not counted. Gradient: none.
-    The first part is the k1 estimate of KL(old || reference), summed over the answer.
+    Reward: -kl * (old_logp - ref_logp) at each token, the k1 estimate of KL(old || reference), and the answer's at its last
+    one. GAE over the tokens, gamma 1; the last token ends the episode. values [N, R]: values[:, t] is the critic's estimate
+    before token t is written. 0 where not counted. Gradient: none.
     """
-    penalty = kl_weight * (old_logps - ref_logps).detach()
-    at_last = answer_rewards.unsqueeze(1).masked_fill(~last_token(counted), 0.0)
-    return (at_last - penalty).masked_fill(~counted, 0.0)
-
-
-def last_token(counted: Tensor) -> Tensor:
-    """The last counted token of each row. counted [N, R] bool -> [N, R] bool."""
-    return counted & (counted.flip(1).long().cumsum(dim=1).flip(1) == 1)
-
-
-def token_advantages(token_reward: Tensor, values: Tensor, counted: Tensor, lam: float) -> tuple[Tensor, Tensor]:
-    """GAE over the tokens of each answer, gamma 1. All [N, R] -> (advantages, returns). Gradient: none.
-
-    values[:, t] is the critic's estimate before token t is written. The last token ends the episode; padding after it is
-    marked as episodes of their own of value and reward 0, so nothing flows out of it.
-    """
-    ended = ~counted | last_token(counted)
-    values = values.detach().masked_fill(~counted, 0.0)
-    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
-    return gae(token_reward, values, next_values, ended, ended, gamma=1.0, lam=lam)
+    row = dataclasses.replace(ROWS["ppo"], kl="k1", kl_place="reward", kl_coef=settings.kl, lam=settings.gae_lambda)
+    batch = make_batch(
+        logps=answers.old_logps, ref_logps=reference.logps, mask=reference.counted, rewards=answers.rewards, values=values
+    )
+    return gae_over_tokens(row, batch)
 
 
 def ppo(stage: Stage) -> Iterator[Diagnostics]:
@@ -332,8 +319,7 @@ def ppo(stage: Stage) -> Iterator[Diagnostics]:
             reference = stage.score(stage.reference, answers.sequences)
             counted = reference.counted
             old_values = values_of(answers.sequences)
-            reward = token_rewards(answers.rewards, answers.old_logps, reference.logps, counted, settings.kl)
-            advantages, returns = token_advantages(reward, old_values, counted, settings.gae_lambda)
+        advantages, returns = token_advantages(settings, answers, reference, old_values)
         report = {
             "batch_reward": answers.rewards.double().mean().item(),
             "explained_variance": explained_variance(old_values[counted], returns[counted]),
@@ -417,7 +403,8 @@ def group_policy_gradient(stage: Stage) -> Iterator[Diagnostics]:
                 ),
             )
             loss = loss_to_backpropagate(result, scored.logps, logits=scored.logits)
-            report["clip_fraction"] = result.ratio_outside_fraction
+            if row.ratio != "none":
+                report["clip_fraction"] = result.ratio_outside_fraction
             report["gradient_norm"] = stage.update(loss, optimizer, step)
             report["loss"] = loss.item()
         yield report
@@ -534,7 +521,7 @@ METHODS = {
     "dpo": Method(dpo, 200, 1e-3, 0.0, PAIR_COLUMNS),
     "online-dpo": Method(online_dpo, 150, 1e-3, 0.1, ("batch_reward", "zero_group_fraction", *PAIR_COLUMNS)),
     "grpo": Method(group_policy_gradient, 120, 1e-3, 0.1, GROUP_COLUMNS),
-    "rloo": Method(group_policy_gradient, 150, 1.5e-3, 0.1, GROUP_COLUMNS),
+    "rloo": Method(group_policy_gradient, 150, 1.5e-3, 0.1, tuple(c for c in GROUP_COLUMNS if c != "clip_fraction")),
 }
 EVALUATION_COLUMNS = (
     "sampled_accuracy", "greedy_accuracy", "reward", "kl_current_reference", "kl_old_current", "entropy", "response_length",
@@ -820,7 +807,7 @@ verifiers (what each forgets):
 mistakes, made in the named algorithm while the supervised start before it stays right:
 {mistakes}
 
-All numbers in this text were measured with seeds 0, 7 and 19 or seed 7."""
+Ranges in this text were measured over seeds 0, 7 and 19, single numbers with seed 7."""
 
 
 def examples() -> str:
@@ -847,8 +834,8 @@ def build_parser() -> LabParser:
     folder = Path("results-tiny-lm")
     parser.add_argument("--output", type=Path, default=folder, metavar="DIR", help=f"folder to write; default {folder}")
     add_settings(parser, TinySettings)
-    # Whether --kl was given matters to --objective: a row of the table has a weight of its own.
-    parser.set_defaults(kl=None)
+    # Whether these were given matters: a row of --objective has a KL weight of its own, and one verifier has public tests.
+    parser.set_defaults(kl=None, public_tests=None)
     return parser
 
 
@@ -874,11 +861,14 @@ def remarks(run: TrainingRun) -> Iterator[str]:
         mistake = MISTAKES[run.mistake]
         yield f"{run.algorithm}, mistake {run.mistake}: {mistake.what}. Watch {mistake.watch}."
         yield "Compare with the same command without --mistake and with another --output."
-    if after["reward"] - after["sampled_accuracy"] > 0.2:
+    gap_before, gap_after = (row["reward"] - row["sampled_accuracy"] for row in (before, after))
+    if gap_after - gap_before > 0.2:
         yield (
             f"{run.algorithm}: the verifier {run.verifier} gives {after['reward']:.3f}, the exact accuracy is "
             f"{after['sampled_accuracy']:.3f}: the policy learned what is checked, which is not what was meant."
         )
+    if run.algorithm == "ppo" and run.settings.steps <= run.settings.critic_rounds:
+        yield f"ppo: the policy never moved: {run.settings.critic_rounds} rounds are the critic's (--critic-rounds)."
     pair_accuracy = after.get("pair_accuracy", 0)
     if pair_accuracy > 0.95 and after["greedy_accuracy"] < before["greedy_accuracy"]:
         yield (
@@ -895,6 +885,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if named == "all" and (arguments.mistake or arguments.objective):
         flag = "--mistake" if arguments.mistake else "--objective"
         parser.error(f"argument {flag}: name one --algorithm to use it in")
+    if "public_tests" in settings and arguments.verifier != "public-tests":
+        parser.error(f"argument --public-tests: the verifier {arguments.verifier} has none; add --verifier public-tests")
     algorithms = tuple(METHODS) if named == "all" else (named,)
     kl = settings.get("kl", None if arguments.objective else TinySettings.kl)
     try:

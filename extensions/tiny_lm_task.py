@@ -113,7 +113,18 @@ def check(prompts: Prompts, responses: Tensor) -> dict[str, Tensor]:
     }
 
 
-REQUIREMENTS = ("ended", "not_empty", "only_digits", "ascending", "no_repeats", "nothing_extra", "nothing_missing")
+FAILURES = {
+    "ended": "truncated",
+    "not_empty": "empty",
+    "only_digits": "separator in the answer",
+    "ascending": "wrong order",
+    "no_repeats": "repeated digit",
+    "nothing_extra": "digit not in the prompt",
+    "nothing_missing": "missing digit",
+}
+"""The requirements of `check`, and what an answer that fails one is called."""
+
+REQUIREMENTS = tuple(FAILURES)
 
 VERIFIERS = {
     "exact": REQUIREMENTS,
@@ -124,16 +135,6 @@ VERIFIERS = {
 }
 """What each verifier remembers to check. The weak ones are the exact one with something forgotten; `public-tests` checks
 everything, but only on a few prompts that never change."""
-
-FAILURES = {
-    "ended": "truncated",
-    "not_empty": "empty",
-    "only_digits": "separator in the answer",
-    "ascending": "wrong order",
-    "no_repeats": "repeated digit",
-    "nothing_extra": "digit not in the prompt",
-    "nothing_missing": "missing digit",
-}
 
 
 def rewards(verifier: str, prompts: Prompts, responses: Tensor) -> Tensor:

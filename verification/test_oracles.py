@@ -910,7 +910,8 @@ class PreferenceProbability(OracleCase):
         good = dict(reward_chosen=f64(1, 2), reward_rejected=f64(1, 2))
         self.assertRefusesWrongTensors(preference_probability, **good)
         for name in good:
-            self.assertRefused(preference_probability, good, ({name: f64(INF, 1)}, ValueError, rf"^{name}: got inf at index"))
+            infinite = ({name: f64(INF, 1)}, ValueError, rf"^{name}: got inf at index")
+            self.assertRefused(preference_probability, good, infinite)
 
 
 class DpoLoss(OracleCase):

@@ -976,7 +976,11 @@ class Interrupted(CommandCase):
         command = [sys.executable, "-B", LAB / "rl_lab.py", "--seeds", "0-99", "--steps", "20", "--output", "results"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        process = subprocess.Popen(command, cwd=self.folder, env=environment, **pipes)
+
+        def heed_interrupts() -> None:  # a suite that was started in the background would hand down that they are ignored
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+        process = subprocess.Popen(command, cwd=self.folder, env=environment, preexec_fn=heed_interrupts, **pipes)
         first = self.folder / "results" / "seed-0" / "grpo.json"
         try:
             deadline = time.monotonic() + 60
@@ -986,7 +990,7 @@ class Interrupted(CommandCase):
             out, err = process.communicate(timeout=60)
         finally:
             process.kill()
-        self.assertEqual((process.returncode, out), (130, ""))
+        self.assertEqual((process.returncode, out), (130, ""), err)
         self.assertRegex(err, rf"\A{self.LINE.pattern}\Z")
         for name, content in self.files().items():
             self.assertNotIn("partial", name)

@@ -34,6 +34,7 @@ class Teeth(unittest.TestCase):
         for mutant in self.mutants[::200]:  # the command itself refuses one that is no program
             compile(mutant.apply(self.sources[mutant.file]), mutant.file, "exec")
 
+    @unittest.skipIf(sys.version_info < (3, 11), "a mutant's name is what ast.unparse prints, which changed in Python 3.11")
     def test_every_listed_equivalent_is_still_a_mutant_and_has_a_reason(self):
         keys = {mutant.key for mutant in self.mutants}
         groups = json.loads(mutations.EQUIVALENT.read_text(encoding="utf-8"))

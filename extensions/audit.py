@@ -509,6 +509,15 @@ _DECIDES_LOSS = {
     "value_coef": "dloss_dvpreds",
     "value_clip": "dloss_dvpreds, with values that moved beyond the clip",
 }
+_DECIDES_BETWEEN = (
+    ("surrogate", {"clip", "dual_clip", "capped_clip"}, "a token with A < 0 and a ratio above the cap c"),
+    (
+        "reduction",
+        {"mean_over_window", "mean_over_tokens"},
+        "a micro-batch of a larger window (accumulation_steps above 1), with num_items_in_batch",
+    ),
+)
+"""What decides when only these values are left; it comes before the text for the field in general."""
 _DECIDES_ADVANTAGES = {
     "baseline": "rewards that differ within groups",
     "std_ddof": "groups with spread",
@@ -535,7 +544,8 @@ def _tie(all_fields: list[dict], decides: dict[str, str], defaults: dict) -> lis
             shown = ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values[:6]) + (
                 " ..." if len(values) > 6 else ""
             )
-            lines.append(f"cannot tell {name.replace('_', ' ')}: {shown}. It would be decided by {recording}")
+            special = (text for field_, among, text in _DECIDES_BETWEEN if field_ == name and among.issuperset(values))
+            lines.append(f"cannot tell {name.replace('_', ' ')}: {shown}. It would be decided by {next(special, recording)}")
     return lines
 
 
@@ -548,6 +558,15 @@ def tied(matches: list[Match]) -> list[Match]:
 
 
 # ---- the loss
+
+
+_RATIO_FIELDS = ("ratio", "surrogate", "clip_low", "clip_high", "ratio_cap")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """a, b and c, in words."""
+    words = [name.replace("_", " ") for name in names]
+    return ", ".join(words[:-1]) + (" and " if len(words) > 1 else "") + words[-1]
 
 
 _FIELD_FINDINGS = {
@@ -666,25 +685,27 @@ def _say_loss(
 def _say_match(recording, declared, advantages, matches, result, report, lines) -> None:
     best = matches[0]
     same = tied(matches)
-    lines.append(f"{best.label()}{_names(audit_search.rows_with(best.fields))}")
+    rows = dict.fromkeys(name for m in same for name in audit_search.rows_with(m.fields))
+    lines.append(f"{best.label()}{_names(list(rows))}")
     lines += [f"  ({remark})" for remark in best.remarks]
     if best.gap is not None:
         lines.append(f"reported {recording.number('loss'):.6g}, recomputed within {abs(best.gap):.1e}")
+    if best.weak:
+        report.missing.append("budget (max_completion_length)" if "budget" in best.fields else "num_items_in_batch")
     if result.zero:
         lines.append("the reported loss is 0 within rounding: its value decides nothing")
     decides = _DECIDES_LOSS
-    if (
-        "largest_log_ratio" in report.batch
-        and report.batch["largest_log_ratio"] == 0
-        and len({m.fields.get("surrogate") for m in same}) > 1
+    for names, why, recording_wanted in (
+        (_RATIO_FIELDS, "every ratio is 1", "a batch of a later pass, with dloss_dlogps"),
+        (("ratio", "reduction"), "every answer is one token long", "answers of several tokens, of unequal length"),
     ):
-        decides = {k: v for k, v in decides.items() if k not in ("ratio", "surrogate", "clip_low", "clip_high", "ratio_cap")}
-        line = (
-            "cannot tell ratio, surrogate and clip widths: every ratio is 1. They would be decided by a batch of a later "
-            "pass, with dloss_dlogps"
-        )
-        lines.append(line)
-        report.cannot_tell.append(f"loss: {line}")
+        is_so = report.batch.get("largest_log_ratio") == 0 if names is _RATIO_FIELDS else report.batch.get("longest") == 1
+        differ = [name for name in names if len({str(m.fields.get(name)) for m in same}) > 1]
+        if is_so and differ:
+            decides = {name: text for name, text in decides.items() if name not in names}
+            line = f"cannot tell {_listed(differ)}: {why}. It would be decided by {recording_wanted}"
+            lines.append(line)
+            report.cannot_tell.append(f"loss: {line}")
     decide = _tie([m.fields for m in same], decides, LOSS_DEFAULTS)
     if len(same) > 1 and decide:
         lines.append(f"{len(same)} combinations give the same number on this batch:")

@@ -537,6 +537,8 @@ def reductions(recording: Recording, batch: Batch) -> list[Reduction]:
     if batch.window_rows is not None:
         for name in ("mean_per_response", "sum_per_response"):
             add({"reduction": name, "global_batch_size": batch.window_rows})
+    if batch.mask.shape[1] == 1:  # samples of an environment: who averages them averages over samples
+        made.sort(key=lambda reduction: reduction.fields["reduction"] != "mean_over_tokens")
     return made
 
 

@@ -111,6 +111,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "clip_low": ("epsilon", "epsilon_low", "clip_ratio_low", "clip_range"),
     "clip_high": ("epsilon_high", "clip_ratio_high"),
     "ratio_cap": ("delta", "clip_ratio_c"),
+    "value_clip": ("clip_range_vf", "cliprange_value", "value_clip_range"),
     "num_items_in_batch": ("batch_num_tokens",),
     "global_batch_size": ("window_rows",),
     "accumulation_steps": ("gradient_accumulation_steps", "current_gradient_accumulation_steps"),
@@ -133,7 +134,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 CANONICAL = {other: name for name, others in ALIASES.items() for other in (name, *others)}
 
 NUMBERS = (
-    "loss beta clip_low clip_high ratio_cap num_items_in_batch global_batch_size accumulation_steps world_size "
+    "loss beta clip_low clip_high ratio_cap value_clip num_items_in_batch global_batch_size accumulation_steps world_size "
     "steps_per_generation budget temperature top_k pad_id gamma lam pass_index logged_mean reported_entropy_loss "
     "clip_fraction accuracy margin"
 ).split()
@@ -603,6 +604,7 @@ _RANGES = {
     **dict.fromkeys(("gamma", "lam"), (0, 1)),
     "clip_high": (-1, math.inf),
     "ratio_cap": (0, math.inf),
+    "value_clip": (0, math.inf),
     "pass_index": (0, math.inf),
 }
 
@@ -611,7 +613,7 @@ def check_numbers(numbers: dict[str, float]) -> None:
     """Raise FileProblem for a setting that no trainer can have."""
     for name, (low, high) in _RANGES.items():
         value = numbers.get(name, low)
-        if not low <= value <= high or math.isinf(value) and name not in ("clip_low", "clip_high", "ratio_cap"):
+        if not low <= value <= high or math.isinf(value) and name not in ("clip_low", "clip_high", "ratio_cap", "value_clip"):
             raise FileProblem(
                 f"{name}: got {value:g}, wanted a number from {low:g}" + (f" to {high:g}" if high < 1e11 else "")
             )

@@ -158,9 +158,6 @@ def describe(fields: dict) -> str:
 _NO_EXTRA: list[tuple[dict, float, str | None]] = [({}, 0.0, None)]
 
 
-_NO_EXTRA: list[tuple[dict, float, str | None]] = [({}, 0.0, None)]
-
-
 class Part(NamedTuple):
     """Some rows of the batch, without the columns that none of them counts."""
 
@@ -603,7 +600,7 @@ class Screen:
         gap, by = None, "value" if residual is None else "gradient"
         if residual is not None and target.loss is not None:
             best = None
-            for extra_fields, amount, extra_mistake in target.extras or [({}, 0.0, None)]:
+            for extra_fields, amount, extra_mistake in target.extras or _NO_EXTRA:
                 left = target.loss - V - amount
                 tolerance = target.value_tolerance(span) + 2e-6 * abs(amount) + abs(V) * target.gradient_tolerance
                 if best is None or abs(left) < abs(best[0]) and abs(best[0]) > best[1]:

@@ -1301,7 +1301,7 @@ class _Hostile:
         self.path = path
 
     def __reduce__(self):
-        return exec, (f"open({self.path!r}, 'w').write('run')",)
+        return exec, (f"with open({self.path!r}, 'w') as file: file.write('run')",)
 
 
 def damaged_files(count: int, folder: Path, seed: int = 0) -> Iterator[tuple[Path, str]]:

@@ -301,7 +301,9 @@ def _reward_noise(arrays: dict[str, np.ndarray], rows: int) -> np.ndarray:
         std = np.sqrt(np.bincount(inverse, centred**2) / np.maximum(count, 1))[inverse]
         has_spread = ~in_level_group(ids, raw) & (std > 0)
         noise = np.where(has_spread, np.clip(lost / np.where(has_spread, std, 1.0), noise, 1e-3), noise)
-    return noise[arrays["row_ids"]] if generation and "row_ids" in arrays else noise if len(noise) == rows else np.zeros(rows)
+    if generation and "row_ids" in arrays:
+        return noise[arrays["row_ids"]]
+    return noise if len(noise) == rows else np.zeros(rows)
 
 
 def search_advantages(recording: Recording, *, look_for_mistakes: bool = True) -> AdvantageResult:

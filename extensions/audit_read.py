@@ -613,7 +613,8 @@ def check_numbers(numbers: dict[str, float]) -> None:
     """Raise FileProblem for a setting that no trainer can have."""
     for name, (low, high) in _RANGES.items():
         value = numbers.get(name, low)
-        if not low <= value <= high or math.isinf(value) and name not in ("clip_low", "clip_high", "ratio_cap", "value_clip"):
+        may_be_infinite = name in ("clip_low", "clip_high", "ratio_cap", "value_clip")
+        if not low <= value <= high or math.isinf(value) and not may_be_infinite:
             raise FileProblem(
                 f"{name}: got {value:g}, wanted a number from {low:g}" + (f" to {high:g}" if high < 1e11 else "")
             )

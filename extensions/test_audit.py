@@ -134,7 +134,7 @@ class PublicReports(unittest.TestCase):
         self.assert_named("extra_division", audited({**batch, "loss": 0.75}, "bnpo"))  # 1.5 / 2 ranks
 
     def test_mean_of_micro_batch_means(self):
-        # Rows 3 | 1 1 1 | 2, the last two in one micro-batch: (3 / 1 + 5 / 4) / 2. A mean per response is 2, over tokens 8 / 5.
+        # Rows 3 | 1 1 1 | 2, the last two in one micro-batch: (3 / 1 + 5 / 4) / 2. Mean per response 2, over tokens 8 / 5.
         batch = {"loss_mat": [[3.0, 0, 0], [1.0, 1, 1], [2.0, 0, 0]], "mask": [[1, 0, 0], [1, 1, 1], [1, 0, 0]]}
         batch |= {"micro_batch_ids": [0, 1, 1], "loss": (3 + 5 / 4) / 2}
         self.assertEqual(audited(batch).loss["matches"][0]["reduction"], "mean_of_micro_batch_means")

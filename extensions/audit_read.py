@@ -2,8 +2,8 @@
 
 Nothing is executed: an .npz member that holds Python objects is refused, a .pt file is loaded with weights_only and only
 after its list of names has been looked through, and no size that a file claims is believed before it is compared with
-what the file holds. Memory stays proportional to the file: an archive that would unfold to more than 50 times its size
-(plus 64 MB) is refused.
+what the file holds. Memory stays proportional to the file: arrays that would take more than 24 times its size (plus 8 MB)
+are refused, counted as the numbers of 8 bytes that they become here.
 
 `read_recording(path)` returns a Recording: canonical names (`ALIASES`), float64, bool and int64 arrays, plain numbers.
 Every problem is a rl_lab.FileProblem of one line that says what was found, what was wanted and the likely cause.
@@ -259,6 +259,7 @@ def read_recording(path: Path) -> Recording:
     except OSError as problem:
         raise FileProblem(f"{path}: {problem.strerror or 'cannot be read'}") from problem
     try:
+        _check_size(raw, size)
         return recording_from(raw)
     except FileProblem as problem:
         raise FileProblem(f"{path}: {problem}") from problem
@@ -268,7 +269,21 @@ def read_recording(path: Path) -> Recording:
 
 
 def _limit(size: int) -> int:
-    return 64 * 2**20 + 50 * size
+    """Bytes that a file of this size may become. Zeros of padding fold to a tenth; float32 doubles on reading."""
+    return 8 * 2**20 + 24 * size
+
+
+def _check_size(raw: dict[str, np.ndarray | torch.Tensor], size: int) -> None:
+    """Raise FileProblem for arrays far larger than their file: a compressed bomb, or a view repeated without end."""
+
+    def bytes_here(value: np.ndarray | torch.Tensor) -> int:
+        cells = value.numel() if isinstance(value, torch.Tensor) else value.size
+        is_flag = value.dtype in (torch.bool, np.dtype(bool))
+        return cells * (1 if is_flag else max(8, value.dtype.itemsize))
+
+    needed = sum(map(bytes_here, raw.values()))
+    if needed > _limit(size):
+        raise FileProblem(f"{size} bytes would become {needed}, wanted at most {_limit(size)}; refused")
 
 
 _ZIP_PROBLEMS = (
@@ -374,12 +389,11 @@ def _read_pt(path: Path, size: int) -> dict[str, np.ndarray]:
         ) from problem
     if not isinstance(loaded, dict):
         raise FileProblem(f"holds a {type(loaded).__name__}, wanted a dict of name: tensor")
-    arrays, cells = {}, 0
+    arrays = {}
     for name, value in loaded.items():
         if isinstance(value, torch.Tensor):
-            cells += value.numel() * value.element_size()
-            if value.layout != torch.strided or cells > _limit(size):
-                raise FileProblem(f"tensor {name!r} of shape {tuple(value.shape)} is far larger than its storage; refused")
+            if value.layout != torch.strided:
+                raise FileProblem(f"tensor {name!r} has layout {value.layout}, wanted a dense one")
             arrays[str(name)] = value.detach()
         elif isinstance(value, (bool, int, float)):
             arrays[str(name)] = np.asarray(value)

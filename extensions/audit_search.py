@@ -354,6 +354,8 @@ class Screen:
                         torch.ones_like(x, dtype=torch.bool),
                     )
                 continue
+            if gg == 0:
+                continue  # a KL term with a slope would have sent a gradient
             cross = (P * H).sum(2) @ squares.T  # (F, R)
             determinant = a * b - cross * cross
             both = (a > 0) & (determinant > 1e-12 * a * b)
@@ -550,7 +552,7 @@ class Screen:
                 and residual is not None
                 and fields["reduction"] == "mean_over_tokens"
                 and self.batch.window_tokens is None
-                and f < 1
+                and 0 < f < 1
             ):
                 tokens = int(lengths.sum()) / f
                 for ranks in (1, 2, 4, 8):

@@ -33,10 +33,13 @@ import numpy as np
 import torch
 
 import rl_lab
-from extensions.audit import Declared, Report, audit
+from extensions.audit import audit
 from extensions.audit_advantages import is_environment
-from extensions.audit_read import read_recording, recording_from
+from extensions.audit_declared import Declared
 from extensions.audit_forms import shifted
+from extensions.audit_preferences import is_preference
+from extensions.audit_read import read_recording, recording_from
+from extensions.audit_report import Report, printed
 from extensions.objectives import PREFERENCE_ROWS, ROWS
 
 CAPTURES = Path(__file__).parent / "captures"
@@ -1493,15 +1496,21 @@ def damaged_files(count: int, folder: Path, seed: int = 0) -> Iterator[tuple[Pat
 
 
 def survive(count: int, folder: Path, seed: int = 0, progress: bool = False) -> dict[str, dict[str, int]]:
-    """Read and audit damaged files: {kind: {"refused": n, "audited": n}}. AssertionError for anything else."""
+    """Read, audit and report damaged files: {kind: {"refused": n, "audited": n}}. AssertionError for anything else.
+
+    Every other file is audited against a declared row.
+    """
     outcome: dict[str, dict[str, int]] = {}
+    rows = {True: Declared(PREFERENCE_ROWS["dpo"]), False: Declared(ROWS["grpo@trl-1.16.0"])}
     for number, (path, kind) in enumerate(damaged_files(count, folder, seed)):
         if progress and sys.stderr.isatty() and number % 50 == 0:
             print(f"\r{number}/{count} ", end="", file=sys.stderr, flush=True)
         kinds = outcome.setdefault(kind, {"refused": 0, "audited": 0})
         try:
-            report = audit(read_recording(path))
+            recording = read_recording(path)
+            report = audit(recording, rows[is_preference(recording)] if number % 2 else None)
             rl_lab.json_text(report.as_json())
+            printed(report, path.name)
             kinds["audited"] += 1
         except rl_lab.FileProblem as problem:
             if "\n" in str(problem) or not str(problem):
@@ -1518,7 +1527,18 @@ def survive(count: int, folder: Path, seed: int = 0, progress: bool = False) -> 
     return outcome
 
 
+def peak_memory() -> float:
+    """Largest memory of this process so far, MB; NaN where the system does not say (Windows)."""
+    try:
+        import resource
+    except ImportError:
+        return math.nan
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
 def run_damaged(count: int) -> bool:
+    before = peak_memory()
     with tempfile.TemporaryDirectory() as folder:
         try:
             outcome = survive(count, Path(folder), progress=True)
@@ -1531,5 +1551,5 @@ def run_damaged(count: int) -> bool:
             [[k, str(v["refused"]), str(v["audited"])] for k, v in outcome.items()],
         )
     )
-    print(f"{count} files, no traceback, nothing run")
+    print(f"{count} files, no traceback, nothing run, peak memory {peak_memory() - before:.0f} MB above the start")
     return True

@@ -250,7 +250,7 @@ class LossVerdict:
 
     def say_mistakes(self, mistakes: list[Match]) -> None:
         best = mistakes[0]
-        same = [m for m in mistakes if m.by == best.by and m.order[3] == best.order[3]]
+        same = tied(mistakes)
         names = list(dict.fromkeys(name for m in same for name in m.mistakes))
         self.say_best(best, f"{best.label()}, with a mistake: {CATALOGUE[best.mistakes[0]].what}")
         if self.has_gradient:

@@ -44,6 +44,8 @@ class Declared:
                 if row.surrogate == "cispo":
                     low, high = row.clip_low, row.clip_high
                 fields |= {"clip_low": float(low), "clip_high": float(high)}
+        if row.off_policy_rows == "drop":
+            fields |= {"off_policy_rows": "drop", "off_policy_threshold": row.off_policy_threshold}
         if row.reduction == "mean_over_window" and "num_items_in_batch" not in recording.numbers:
             fields["window_unknown"] = True  # a mean over any number of tokens may be it
         coef = recording.number("beta", row.kl_coef) if "kl_coef" not in self.set_fields else row.kl_coef

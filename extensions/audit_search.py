@@ -43,6 +43,8 @@ from extensions.audit_forms import (
     plain_choices,
     plain_spec,
     reductions,
+    seen_thresholds,
+    without_far_rows,
 )
 from extensions.audit_read import Recording
 from extensions.objectives import ROWS, Batch, Row
@@ -404,11 +406,24 @@ class Screen:
                 if abs(c) * length < 3 * tolerance * math.sqrt(gg):
                     continue  # a coefficient of 0: the form without KL says the same
             w = W[r]
-            V, span = f * float(w @ d.sums), abs(f) * float(w @ d.sizes)
-            if kl_form is not None:
-                V, span = V + c * float(w @ kl_form.sums), span + abs(c) * float(w @ kl_form.sizes)
+            V, span = float(w @ d.sums), float(w @ d.sizes)
+            rest, rest_span = (0.0, 0.0) if kl_form is None else (c * float(w @ kl_form.sums), float(w @ kl_form.sizes))
+            if d.slope is None:
+                f = self._factor_by_value(V, rest, span + abs(c) * rest_span)
+            V, span = f * V + rest, abs(f) * span + abs(c) * rest_span
             coef = c / f if kl_form is not None and f else 0.0
             self._accept(d, kl_form, weights[r], f, coef, residual, V, span, with_factors)
+
+    def _factor_by_value(self, policy: float, rest: float, span: float) -> float:
+        """The factor of a policy term without a gradient: 1, or the division that the value asks for."""
+        divisors = (1, self.batch.accumulation_steps, *FACTORS)
+        near = (
+            1.0 / n
+            for n in divisors
+            if self.target.loss is not None
+            and abs(self.target.loss - policy / n - rest) <= self.target.value_tolerance(span / n)
+        )
+        return next(near, 1.0)
 
     def _value_decides_coef(self, d, kl_form, reduction, f, with_factors, residual) -> None:
         """A KL term without gradient: the policy part fits the gradient, and the rest of the value is coef * KL."""
@@ -499,8 +514,7 @@ class Screen:
             fit.mistakes += [kl_form.mistake] if kl_form.mistake else []
             if not self._explain_coef(fit, coef):
                 return
-        has_slope = form.slope is not None
-        if not self._explain_factor(fit, with_factors, has_slope):
+        if not self._explain_factor(fit, with_factors):
             return
         if len(fit.mistakes) < 2 or set(fit.mistakes) == {"kl_direction", "kl_sign"}:
             self._file(fit)
@@ -540,7 +554,7 @@ class Screen:
             fit.remarks.append(f"coefficient {coef:.4g} is none of the usual ones")
         return True
 
-    def _explain_factor(self, fit: Fit, with_factors: bool, has_slope: bool) -> bool:
+    def _explain_factor(self, fit: Fit, with_factors: bool) -> bool:
         """Name the factor: 1, recorded accumulation steps, a denominator to be solved, or a mistake. False: none of them."""
         f, fields, by_gradient = fit.factor, fit.fields, fit.residual is not None
         steps = self.batch.accumulation_steps
@@ -550,7 +564,7 @@ class Screen:
         def near(value: float, wanted: float) -> bool:
             return abs(value - wanted) <= slack * abs(wanted)
 
-        if near(f, 1) or by_gradient and not has_slope:
+        if near(f, 1):
             fit.factor = 1.0
             return True
         if steps > 1 and per_batch and not self.is_whole_window and near(f * steps, 1):
@@ -619,6 +633,8 @@ class Screen:
             extra = next((term for term in terms if abs(left(term)) <= tolerance(term[1])), None)
             if extra is not None:
                 by = "gradient and value"
+            elif not bool(target.gradient.any()):
+                return  # a gradient of zero fits every form that has none: then the value must fit, too
             gap = left(extra or min(terms, key=lambda term: abs(left(term))))
         elif fit.residual is None:
             gap = target.loss - fit.value - (extra[1] if extra else 0.0)
@@ -775,7 +791,8 @@ def search_loss(
 
         first.use_extras, first.phase = len(target.extras) > 1, 2
         first.try_forms(worth(forms), with_factors=True)
-        first.use_extras = False
+        # Beside an edit, an entropy or critic term is guessed only where a declaration leaves few forms to try.
+        first.use_extras, with_extras = False, declared is not None and len(target.extras) > 1
         if loss_mat is None:
             if first.batch.ref_logps is not None:
                 first.try_forms(
@@ -783,11 +800,16 @@ def search_loss(
                     with_factors=True,
                     kl="mistaken",
                 )
-            first.try_forms(first.digest(worth(list(mistaken_specs(recording, first.traits, declared)))))
+            edits = list(mistaken_specs(recording, first.traits, declared))
+            known = (declared or {}).get("off_policy_threshold")
+            thresholds = [known] if known else seen_thresholds(first.batch, target.gradient)
+            edits += [without_far_rows(spec, threshold) for spec in edits for threshold in thresholds]
+            first.use_extras = with_extras
+            first.try_forms(first.digest(worth(edits)))
         for name, mask in mask_edits(recording).items():
             edited = screen(mask, name)
             if edited is not None:
-                edited.phase = 2
+                edited.phase, edited.use_extras = 2, with_extras
                 edited.try_forms(
                     edited.digest([spec for spec in specs_for(edited.batch) if likely(spec.fields, declared, pairs)])
                 )

@@ -115,6 +115,8 @@ class Truth:
             changes |= {"kl_weight": self.kl_weight, "kl_place": "loss"}
         if row.kl_place == "reward":
             changes = {k: v for k, v in changes.items() if not k.startswith("kl")}
+        if self.off_policy is not None:
+            changes |= {"off_policy_rows": "drop", "off_policy_threshold": self.off_policy}
         changes |= dict(self.advantage)
         changes["accumulation"] = "divide" if self.divides else "none"
         return Declared(replace(row, **changes), ("clip_low", "clip_high"))

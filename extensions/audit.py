@@ -3,6 +3,7 @@
     python -m extensions.audit extensions/captures/trl_grpo_grpo_pass2.npz       a recorded batch of a real trainer
     python -m extensions.audit BATCH.npz --declared grpo@trl-1.16.0 --set clip_high=0.28 --set beta=0.04
     python -m extensions.audit BATCH.npz --json report.json --fail-on warning
+    python -m extensions.audit --recipes                                        how to record such a file in TRL or verl
     python -m extensions.audit --list                                           every mistake it knows, with what to change
     python -m extensions.audit --self-test                                      plants each mistake into each shipped capture
     python -m extensions.audit --self-test --damaged 10000                      damaged and hostile files instead
@@ -10,7 +11,7 @@
 The report says, in this order: the batch in words; which advantage rule gives the reported advantages; which objective,
 reduction and KL give the reported loss; whether the gradient agrees; then findings. Where several choices give the same
 number on this batch it says "cannot tell", lists them, and says which recording would decide. Exit status: 0 clean, 1 a
-finding at or above --fail-on, 2 a file or usage error.
+finding at or above --fail-on, 2 a file or usage error (so that 1 always means a finding).
 
 What to record. Everything is optional except what a check needs; a check that lacks an input names it. The most telling
 array is `dloss_dlogps`, the gradient of the loss with respect to the token log-probabilities: many mistakes have the right
@@ -215,6 +216,12 @@ def names_table() -> str:
     return "\n".join(lines)
 
 
+def recipes() -> str:
+    """The recording recipes of this file's docstring."""
+    text = __doc__ or ""
+    return text[text.find("Recording recipes") : text.find("Same as objectives.py")].rstrip()
+
+
 def list_mistakes() -> str:
     out = []
     for name, mistake in CATALOGUE.items():
@@ -258,6 +265,7 @@ def build_parser() -> rl_lab.LabParser:
         help="exit 1 for a finding of this severity or above; default mistake",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--recipes", action="store_true", help="print the lines that record a batch in TRL or verl")
     parser.add_argument("--list", action="store_true", help="print every mistake it knows, and what is none")
     parser.add_argument(
         "--self-test", action="store_true", help="plant each mistake into each shipped capture and print what was named"
@@ -271,8 +279,8 @@ def build_parser() -> rl_lab.LabParser:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     arguments = parser.parse_args(argv)
-    if arguments.list:
-        print(list_mistakes())
+    if arguments.list or arguments.recipes:
+        print(list_mistakes() if arguments.list else recipes())
         return
     if arguments.damaged is not None and (not arguments.self_test or arguments.damaged < 1):
         parser.error(f"argument --damaged: got {arguments.damaged}, wanted a number above 0, with --self-test")
@@ -282,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         is_good = audit_selftest.run_damaged(arguments.damaged) if arguments.damaged else audit_selftest.run(arguments.json)
         sys.exit(0 if is_good else 1)
     if arguments.batch is None:
-        parser.error("the following arguments are required: BATCH (a recorded batch), or --list or --self-test")
+        parser.error("the following arguments are required: BATCH (a recorded batch), or --recipes, --list or --self-test")
     try:
         declared, numbers = parse_declared(arguments.declared, arguments.settings)
     except ValueError as problem:

@@ -370,23 +370,25 @@ def _try_all(
     remark: str = "",
 ) -> None:
     short = _one_slot_an_answer(batch, reported)
+    found = result.mistakes if mistake else result.matches
     for fields in rules(recording, batch):
-        is_per_answer = (
-            fields["scale"] != "token_std"
-            and fields.get("credit") != "reward_to_go"
-            and fields["baseline"] not in ("gae", "given")
-        )
-        if not is_per_answer and short is not None and (result.mistakes if mistake else result.matches):
+        if short is not None and not _is_per_answer(fields) and any(_is_per_answer(m.fields) for m in found):
             continue  # one advantage an answer, and a rule for answers gives it
         result.tried += 1
-        gap = _gap(fields, *(short if short is not None and is_per_answer else (batch, reported)))
+        gap = _gap(fields, *(short if short is not None and _is_per_answer(fields) else (batch, reported)))
         if gap is None:
             continue
         if not _has_singletons(batch):
             fields = {name: value for name, value in fields.items() if name != "singleton"}
         match = AdvantageMatch(fields, (mistake,) if mistake else (), gap, tuple(rows), remark)
         if not any(m.fields == match.fields and m.mistakes == match.mistakes for m in (*result.mistakes, *result.matches)):
-            (result.mistakes if mistake else result.matches).append(match)
+            found.append(match)
+
+
+def _is_per_answer(fields: dict) -> bool:
+    """Whether the rule gives all tokens of an answer one advantage, whatever their number."""
+    over_tokens = fields["scale"] == "token_std" or fields.get("credit") == "reward_to_go"
+    return not over_tokens and fields["baseline"] not in ("gae", "given")
 
 
 def _one_slot_an_answer(batch: Batch, reported: _Reported) -> tuple[Batch, _Reported] | None:

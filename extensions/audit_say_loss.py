@@ -29,7 +29,8 @@ from extensions.audit_search import LOSS_DEFAULTS, LossResult, Match, against
 from extensions.objectives import Row, evaluate
 
 UNSURE = 0.2
-"""Expected accidental matches above which a match by value alone is a warning, not a mistake."""
+NOISE = 10.0
+"""Expected accidental matches above which a match by value alone is a warning, not a mistake; and no finding at all."""
 
 _FIRST_PASS = (
     ("ratio", "surrogate", "clip_low", "clip_high", "ratio_cap"),
@@ -55,7 +56,7 @@ class LossVerdict:
         self.lines = self.report.lines.setdefault("loss", [])
         self.has_gradient = any(name in self.recording.arrays for name in ("dloss_dlogps", "dloss_dloss_mat"))
         self.loss = self.recording.number("loss")
-        # An expected number, and the value alone to judge by: what fits may fit by accident.
+        # With the value alone to judge by, what fits may fit by accident.
         self.unsure = not self.has_gradient and self.result.chance > UNSURE
         self.tried = f"{self.result.tried} hypotheses tried"
         if not self.has_gradient:
@@ -107,6 +108,13 @@ class LossVerdict:
     def cannot_tell(self, line: str) -> None:
         self.lines.append(line)
         self.report.cannot_tell.append(f"loss: {line.strip()}")
+
+    def blame(self, found: Finding) -> None:
+        """Add a finding, unless the value alone fits so many hypotheses that naming one would be an accident."""
+        if not self.has_gradient and self.result.chance > NOISE:
+            evidence = f"Loss: {self.tried}; one of those that fit would be {found.name}."
+            found = finding("value_decides_nothing", "warning", evidence)
+        self.report.findings.append(found)
 
     def say_best(self, best: Match, title: str) -> None:
         self.lines.append(title)
@@ -237,7 +245,7 @@ class LossVerdict:
                 f"Declared {name.replace('_', ' ')} {self.wanted[name]}, reproduced with "
                 f"{'nothing' if got is None else got}: {match.label()}."
             )
-            self.report.findings.append(finding(key, severity, evidence))
+            self.blame(finding(key, severity, evidence))
 
     def say_other_convention(self, matches: list[Match], mistake: Match) -> None:
         """A plain match that contradicts the declaration, and fits as well as the mistake does."""
@@ -261,7 +269,7 @@ class LossVerdict:
             self.cannot_tell(f"  {line}")
         for name in names:
             match = next(m for m in same if name in m.mistakes)
-            self.report.findings.append(self.mistake_finding(name, match, names))
+            self.blame(self.mistake_finding(name, match, names))
 
     def mistake_finding(self, name: str, match: Match, names: list[str]) -> Finding:
         key, severity, advice = name, "warning" if self.unsure else "mistake", None
@@ -288,7 +296,7 @@ class LossVerdict:
         for m in {m.mistakes: m for m in reversed(mistakes)}.values():
             self.cannot_tell(f"cannot tell it from: {m.label()}, with a mistake: {CATALOGUE[m.mistakes[0]].what}")
             why = f" ({'; '.join(m.remarks)})" if m.remarks else ""
-            self.report.findings.append(
+            self.blame(
                 finding(
                     "divided_by_whole_number" if m.mistakes == ("extra_division",) else m.mistakes[0],
                     "warning",

@@ -44,6 +44,8 @@ class Declared:
                 if row.surrogate == "cispo":
                     low, high = row.clip_low, row.clip_high
                 fields |= {"clip_low": float(low), "clip_high": float(high)}
+        if row.entropy_coef:
+            fields["entropy_coef"] = row.entropy_coef
         if row.off_policy_rows == "drop":
             fields |= {"off_policy_rows": "drop", "off_policy_threshold": row.off_policy_threshold}
         if row.reduction == "mean_over_window" and "num_items_in_batch" not in recording.numbers:

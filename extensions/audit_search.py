@@ -791,8 +791,8 @@ def search_loss(
 
         first.use_extras, first.phase = len(target.extras) > 1, 2
         first.try_forms(worth(forms), with_factors=True)
-        # Beside an edit, an entropy or critic term is guessed only where a declaration leaves few forms to try.
-        first.use_extras, with_extras = False, declared is not None and len(target.extras) > 1
+        # Beside an edit, an entropy term is looked for only where one is declared: else it is one guess too many.
+        first.use_extras, with_extras = False, bool((declared or {}).get("entropy_coef"))
         if loss_mat is None:
             if first.batch.ref_logps is not None:
                 first.try_forms(

@@ -225,6 +225,11 @@ class PublicReports(unittest.TestCase):
         self.assert_named("first_pass_ratio_not_one", report, "warning")
         self.assertIn("0.896929", report.findings[0].evidence)
         self.assertIn("temperature 0.5", report.findings[0].evidence)
+        # p = .5 .3 .2 cut to the first two: the sampler has .5 / .8, the trainer .5, and the ratio is .8.
+        top = {"old_logps": [[math.log(0.625)]], "logps": [[math.log(0.5)]], "mask": [[1]], "pass_index": 0, "top_k": 2}
+        (found,) = audited(top).findings
+        self.assertIn("Ratios 0.8 to 0.8", found.evidence)
+        self.assertIn("top_k 2", found.evidence)
         self.assert_clean(audited({**batch, "logps": [[sampler]]}))
 
     def test_old_equal_on_a_later_pass(self):

@@ -653,7 +653,7 @@ def _entropy_metric(recording: Recording, lines: list[str]) -> list[Finding]:
 # ------------------------------------------------------------------------------------------ not a mistake
 
 
-def not_mistakes(recording: Recording, matches, result, has_gradient: bool) -> list[Finding]:
+def not_mistakes(recording: Recording, result, has_gradient: bool) -> list[Finding]:
     """A loss of 0: healthy, or without a signal. Says why it is fine."""
     if not result.zero or "logps" not in recording.arrays:
         return []

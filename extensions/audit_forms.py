@@ -261,6 +261,20 @@ def seen_bounds(batch: Batch, gradient: Tensor | None) -> list[tuple[float, floa
     return [(high if low is None else low, low if high is None else high)]
 
 
+def without_far_rows(spec: Spec, threshold: float) -> Spec:
+    """The form with answers of A < 0 left out that have moved further than this: mean_t(l0 - l) > threshold."""
+
+    def make(batch: Batch) -> Form:
+        form = spec.make(batch)
+        lag = (batch.old_logps - batch.logps).sum(1, keepdim=True) / batch.lengths.unsqueeze(1).clamp(min=1)
+        left_out = (batch.advantages < 0) & (lag > threshold)
+        slope = None if form.slope is None else torch.where(left_out, 0.0, form.slope)
+        return Form(torch.where(left_out, 0.0, form.value), slope)
+
+    fields = {**spec.fields, "off_policy_rows": "drop", "off_policy_threshold": threshold}
+    return Spec(fields, spec.mistake, make)
+
+
 def seen_thresholds(batch: Batch, gradient: Tensor | None) -> list[float]:
     """A lag beyond which answers with A < 0 have lost their whole gradient."""
     if gradient is None or batch.old_logps is None:
@@ -334,12 +348,13 @@ def mistaken_specs(recording: Recording, traits: Traits, declared: dict | None =
         def clipped(r: Tensor, low=low, high=high) -> Tensor:
             return r.clamp(1 - low, 1 + high)
 
+        of_ratio = {**fields, "ratio": "token" if ratio == "none" else ratio}
         if low != high:
-            yield other("clip_sides_swapped", fields, {"clip_low": high, "clip_high": low})
-        yield other("clip_one_sided", fields, {"clip_low": INF})
-        yield other("clip_one_sided", fields, {"clip_high": INF})
+            yield other("clip_sides_swapped", of_ratio, {"clip_low": high, "clip_high": low})
+        yield other("clip_one_sided", of_ratio, {"clip_low": INF})
+        yield other("clip_one_sided", of_ratio, {"clip_high": INF})
         if low < 0.5:
-            yield other("clip_lower_bound_wrong", fields, {"clip_low": 1 - low})
+            yield other("clip_lower_bound_wrong", of_ratio, {"clip_low": 1 - low})
         yield written("clip_without_min", fields, lambda r, A, l, c=clipped: (c(r) * A, (r * A).masked_fill(c(r) != r, 0.0)))
         yield written("max_for_min", fields, lambda r, A, l, c=clipped: kept(torch.maximum(r * A, c(r) * A), r * A))
         yield written("min_before_multiplying", fields, lambda r, A, l, c=clipped: kept(torch.minimum(r, c(r)) * A, r * A))
@@ -537,6 +552,8 @@ def reductions(recording: Recording, batch: Batch) -> list[Reduction]:
     if batch.window_rows is not None:
         for name in ("mean_per_response", "sum_per_response"):
             add({"reduction": name, "global_batch_size": batch.window_rows})
+    if batch.mask.shape[1] == 1:  # samples of an environment: who averages them averages over samples
+        made.sort(key=lambda reduction: reduction.fields["reduction"] != "mean_over_tokens")
     return made
 
 

@@ -339,6 +339,14 @@ CATALOGUE: dict[str, Mistake] = {
         "the gradient fits and the value does not: something is added to or multiplied into what is reported",
         "record the value that backward() is called on, or the coefficient of the missing term",
     ),
+    "value_decides_nothing": Mistake(
+        "no usual hypothesis gives the reported value, and so many unusual ones do that none is evidence",
+        "record dloss_dlogps, and the settings (beta, clip_low, clip_high, accumulation_steps)",
+    ),
+    "gradient_differs_in_rows": Mistake(
+        "the gradient of some rows is not that of the objective which fits all the others",
+        "look at these rows: what the trainer did with them is not in the recording",
+    ),
     "unexplained_factor": Mistake(
         "the gradient is that of a known objective times a factor that no recorded count explains",
         "record num_items_in_batch, budget (max_completion_length), accumulation_steps, world_size, or the loss scale",

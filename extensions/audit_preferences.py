@@ -88,6 +88,7 @@ class PairResult:
     pairs: int = 0
     margins: Tensor | None = None  # D of the recorded pairs, sums
     beta: float | None = None
+    chance: float = 0.0  # expected number of matches by accident among the values compared
     prompt_cancels: bool = False
 
 
@@ -251,6 +252,8 @@ class _Compare:
         if factors and residual is None:
             candidates += [-1.0, float(pairs), *(1.0 / k for k in FACTORS)]
             self.result.tried += len(candidates) - 1
+        if residual is None and self.loss:
+            self.result.chance += len(candidates) * tolerance / max(abs(self.loss), abs(value))
         for f in candidates:
             gap = None if self.loss is None else self.loss - f * value
             by = "gradient" if residual is not None else "value"

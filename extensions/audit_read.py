@@ -2,8 +2,8 @@
 
 Nothing is executed: an .npz member that holds Python objects is refused, a .pt file is loaded with weights_only and only
 after its list of names has been looked through, and no size that a file claims is believed before it is compared with
-what the file holds. Memory stays proportional to the file: an archive that would unfold to more than 50 times its size
-(plus 64 MB) is refused.
+what the file holds. Memory stays proportional to the file: arrays that would take more than 24 times its size (plus 8 MB)
+are refused, counted as the numbers of 8 bytes that they become here.
 
 `read_recording(path)` returns a Recording: canonical names (`ALIASES`), float64, bool and int64 arrays, plain numbers.
 Every problem is a rl_lab.FileProblem of one line that says what was found, what was wanted and the likely cause.
@@ -111,6 +111,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "clip_low": ("epsilon", "epsilon_low", "clip_ratio_low", "clip_range"),
     "clip_high": ("epsilon_high", "clip_ratio_high"),
     "ratio_cap": ("delta", "clip_ratio_c"),
+    "value_clip": ("clip_range_vf", "cliprange_value", "value_clip_range"),
     "num_items_in_batch": ("batch_num_tokens",),
     "global_batch_size": ("window_rows",),
     "accumulation_steps": ("gradient_accumulation_steps", "current_gradient_accumulation_steps"),
@@ -133,7 +134,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 CANONICAL = {other: name for name, others in ALIASES.items() for other in (name, *others)}
 
 NUMBERS = (
-    "loss beta clip_low clip_high ratio_cap num_items_in_batch global_batch_size accumulation_steps world_size "
+    "loss beta clip_low clip_high ratio_cap value_clip num_items_in_batch global_batch_size accumulation_steps world_size "
     "steps_per_generation budget temperature top_k pad_id gamma lam pass_index logged_mean reported_entropy_loss "
     "clip_fraction accuracy margin"
 ).split()
@@ -258,6 +259,7 @@ def read_recording(path: Path) -> Recording:
     except OSError as problem:
         raise FileProblem(f"{path}: {problem.strerror or 'cannot be read'}") from problem
     try:
+        _check_size(raw, size)
         return recording_from(raw)
     except FileProblem as problem:
         raise FileProblem(f"{path}: {problem}") from problem
@@ -267,7 +269,21 @@ def read_recording(path: Path) -> Recording:
 
 
 def _limit(size: int) -> int:
-    return 64 * 2**20 + 50 * size
+    """Bytes that a file of this size may become. Zeros of padding fold to a tenth; float32 doubles on reading."""
+    return 8 * 2**20 + 24 * size
+
+
+def _check_size(raw: dict[str, np.ndarray | torch.Tensor], size: int) -> None:
+    """Raise FileProblem for arrays far larger than their file: a compressed bomb, or a view repeated without end."""
+
+    def bytes_here(value: np.ndarray | torch.Tensor) -> int:
+        cells = value.numel() if isinstance(value, torch.Tensor) else value.size
+        is_flag = value.dtype in (torch.bool, np.dtype(bool))
+        return cells * (1 if is_flag else max(8, value.dtype.itemsize))
+
+    needed = sum(map(bytes_here, raw.values()))
+    if needed > _limit(size):
+        raise FileProblem(f"{size} bytes would become {needed}, wanted at most {_limit(size)}; refused")
 
 
 _ZIP_PROBLEMS = (
@@ -373,12 +389,11 @@ def _read_pt(path: Path, size: int) -> dict[str, np.ndarray]:
         ) from problem
     if not isinstance(loaded, dict):
         raise FileProblem(f"holds a {type(loaded).__name__}, wanted a dict of name: tensor")
-    arrays, cells = {}, 0
+    arrays = {}
     for name, value in loaded.items():
         if isinstance(value, torch.Tensor):
-            cells += value.numel() * value.element_size()
-            if value.layout != torch.strided or cells > _limit(size):
-                raise FileProblem(f"tensor {name!r} of shape {tuple(value.shape)} is far larger than its storage; refused")
+            if value.layout != torch.strided:
+                raise FileProblem(f"tensor {name!r} has layout {value.layout}, wanted a dense one")
             arrays[str(name)] = value.detach()
         elif isinstance(value, (bool, int, float)):
             arrays[str(name)] = np.asarray(value)
@@ -603,6 +618,7 @@ _RANGES = {
     **dict.fromkeys(("gamma", "lam"), (0, 1)),
     "clip_high": (-1, math.inf),
     "ratio_cap": (0, math.inf),
+    "value_clip": (0, math.inf),
     "pass_index": (0, math.inf),
 }
 
@@ -611,7 +627,8 @@ def check_numbers(numbers: dict[str, float]) -> None:
     """Raise FileProblem for a setting that no trainer can have."""
     for name, (low, high) in _RANGES.items():
         value = numbers.get(name, low)
-        if not low <= value <= high or math.isinf(value) and name not in ("clip_low", "clip_high", "ratio_cap"):
+        may_be_infinite = name in ("clip_low", "clip_high", "ratio_cap", "value_clip")
+        if not low <= value <= high or math.isinf(value) and not may_be_infinite:
             raise FileProblem(
                 f"{name}: got {value:g}, wanted a number from {low:g}" + (f" to {high:g}" if high < 1e11 else "")
             )

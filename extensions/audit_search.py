@@ -43,6 +43,8 @@ from extensions.audit_forms import (
     plain_choices,
     plain_spec,
     reductions,
+    seen_thresholds,
+    without_far_rows,
 )
 from extensions.audit_read import Recording
 from extensions.objectives import ROWS, Batch, Row
@@ -54,6 +56,10 @@ FACTORS = tuple(range(2, 17)) + (32, 64)
 VALUE_TOLERANCE = 8e-7
 SAMPLE_TOKENS = 20_000  # gradients are compared on about this many slots first
 PART_SLOTS = 65_536  # a batch is worked through in pieces of about this many slots
+
+
+Extra = tuple[dict, float, "str | None"]
+"""An entropy or critic term beside the policy loss: its fields, its amount, the mistake in it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Match:
     gap: float | None = None  # reported minus recomputed loss
     remarks: tuple[str, ...] = ()
     order: tuple = ()
-    weak: bool = False  # a constant was solved that the recording should hold
+    weak: bool = False  # a number was solved that the recording should hold
 
     def label(self) -> str:
         return describe(self.fields) + (f", times {self.factor:.6g}" if abs(self.factor - 1) > 1e-4 else "")
@@ -97,7 +103,7 @@ class Target:
     loss: float | None
     gradient: Tensor | None  # (N, T)
     eps: float
-    extras: list[tuple[dict, float, str | None]] = field(default_factory=list)  # entropy and critic: fields, loss, mistake
+    extras: list[Extra] = field(default_factory=list)  # entropy and critic: fields, loss, mistake
 
     @property
     def gradient_tolerance(self) -> float:
@@ -155,10 +161,9 @@ def describe(fields: dict) -> str:
     return ", ".join(parts)
 
 
-_NO_EXTRA: list[tuple[dict, float, str | None]] = [({}, 0.0, None)]
-
-
-_NO_EXTRA: list[tuple[dict, float, str | None]] = [({}, 0.0, None)]
+_NO_EXTRA: list[Extra] = [({}, 0.0, None)]
+_OWN_DENOMINATOR = ("sum_over_tokens", "sum_over_width")
+"""Reductions for which a division by a whole number says nothing: a count of the batch would do it."""
 
 
 class Part(NamedTuple):
@@ -237,6 +242,26 @@ class Digest:
     def sizes(self) -> Tensor:
         """Sum of the absolute values, (N,)."""
         return self.sums is not None and self._sums[1]
+
+
+@dataclass
+class Fit:
+    """A hypothesis that reproduces the numbers, while its factor and its coefficient are being explained."""
+
+    fields: dict
+    mistakes: list[str]
+    factor: float
+    residual: float | None
+    value: float  # recomputed loss, without entropy and critic
+    span: float  # sum of the absolute terms
+    extra: Extra | None  # the entropy and critic terms that the value was compared with
+    remarks: list[str] = field(default_factory=list)
+    weak: bool = False
+
+    def solved(self, fields: dict, words: str) -> "Fit":
+        """The same with a denominator in it that was solved for."""
+        remarks = [*self.remarks, f"{words}, solved, not recorded"]
+        return Fit(fields, [], 1.0, self.residual, self.value, self.span, self.extra, remarks, weak=True)
 
 
 class Screen:
@@ -357,6 +382,8 @@ class Screen:
                         torch.ones_like(x, dtype=torch.bool),
                     )
                 continue
+            if gg == 0:
+                continue  # a KL term with a slope would have sent a gradient
             cross = (P * H).sum(2) @ squares.T  # (F, R)
             determinant = a * b - cross * cross
             both = (a > 0) & (determinant > 1e-12 * a * b)
@@ -379,11 +406,24 @@ class Screen:
                 if abs(c) * length < 3 * tolerance * math.sqrt(gg):
                     continue  # a coefficient of 0: the form without KL says the same
             w = W[r]
-            V, span = f * float(w @ d.sums), abs(f) * float(w @ d.sizes)
-            if kl_form is not None:
-                V, span = V + c * float(w @ kl_form.sums), span + abs(c) * float(w @ kl_form.sizes)
+            V, span = float(w @ d.sums), float(w @ d.sizes)
+            rest, rest_span = (0.0, 0.0) if kl_form is None else (c * float(w @ kl_form.sums), float(w @ kl_form.sizes))
+            if d.slope is None:
+                f = self._factor_by_value(V, rest, span + abs(c) * rest_span)
+            V, span = f * V + rest, abs(f) * span + abs(c) * rest_span
             coef = c / f if kl_form is not None and f else 0.0
-            self._accept(d, kl_form, weights[r], f, coef, residual, V, span, with_factors, unsure_factor=d.slope is None)
+            self._accept(d, kl_form, weights[r], f, coef, residual, V, span, with_factors)
+
+    def _factor_by_value(self, policy: float, rest: float, span: float) -> float:
+        """The factor of a policy term without a gradient: 1, or the division that the value asks for."""
+        divisors = (1, self.batch.accumulation_steps, *FACTORS)
+        near = (
+            1.0 / n
+            for n in divisors
+            if self.target.loss is not None
+            and abs(self.target.loss - policy / n - rest) <= self.target.value_tolerance(span / n)
+        )
+        return next(near, 1.0)
 
     def _value_decides_coef(self, d, kl_form, reduction, f, with_factors, residual) -> None:
         """A KL term without gradient: the policy part fits the gradient, and the rest of the value is coef * KL."""
@@ -425,37 +465,29 @@ class Screen:
         def compare(k: int, coef: float, V: Tensor, size: Tensor, allowed: Tensor) -> None:
             tolerance = target.value_tolerance(size)
             clear = V.abs() > 20 * tolerance
-            self.result.tried += V.numel() * len(factors) * len(extras)
-            self.result.chance += (
-                len(factors) * len(extras) * float((tolerance / V.abs().clamp(min=max(abs(loss), 1e-12))).sum())
-            )
-            tried: list[tuple[float, tuple[dict, float, str | None]]] = [
-                (f, e) for f in factors for e in extras if with_factors or not e[2]
+            # Beside a KL term, a factor and an entropy or critic term at once would be one guess too many.
+            tried: list[tuple[float, Extra]] = [
+                (f, e)
+                for f in factors
+                for e in extras
+                if (with_factors or not e[2]) and (k < 0 or not e[0] or f in (1.0, 1.0 / steps))
             ]
+            self.result.tried += V.numel() * len(tried)
+            self.result.chance += len(tried) * float((tolerance / V.abs().clamp(min=max(abs(loss), 1e-12))).sum())
             if self.solve_budget and k < 0 and loss:
                 for r, reduction in enumerate(weights):
                     if reduction.fields == {"reduction": "sum_per_response"}:
                         budgets = (V[:, r] / loss).round().unique().tolist()
                         longest = int(self.batch.lengths.max())
                         tried += [(1.0 / n, extras[0]) for n in budgets if longest <= n <= 4096 and n > 1]
-            for f, extra in tried:
-                off = (loss - f * V - extra[1]).abs() <= tolerance + 2e-6 * abs(extra[1])
-                off &= allowed & (clear if f != 1.0 and f != 1.0 / steps else torch.ones_like(clear))
-                for form, r in off.nonzero().tolist() if bool(off.any()) else ():
-                    d = group[form]
-                    self.place = (d.index, k, r)
-                    self._accept(
-                        d,
-                        None if k < 0 else kls[k],
-                        weights[r],
-                        f,
-                        coef,
-                        None,
-                        f * float(V[form, r]),
-                        float(size[form, r]),
-                        with_factors,
-                        extra=extra,
-                    )
+            f, amount = torch.tensor([(f, extra[1]) for f, extra in tried], dtype=V.dtype).T[..., None, None]
+            off = (loss - f * V - amount).abs() <= tolerance + 2e-6 * amount.abs()
+            off &= allowed & (clear | (f == 1) | (f == 1 / steps))
+            for place, form, r in off.nonzero().tolist():
+                (factor, extra), d, kl_form = tried[place], group[form], None if k < 0 else kls[k]
+                self.place = (d.index, k, r)
+                value, span = factor * float(V[form, r]), float(size[form, r])
+                self._accept(d, kl_form, weights[r], factor, coef, None, value, span, with_factors, extra=extra)
 
         if alone:
             compare(-1, 0.0, policy, spans, torch.ones_like(policy, dtype=torch.bool))
@@ -473,162 +505,153 @@ class Screen:
         rows, tokens = len(self.batch.mask), int(self.batch.lengths.sum())
         return [float(n) for n in dict.fromkeys((rows, tokens)) if n > 1]
 
-    def _accept(
-        self, form, kl_form, reduction, f, coef, residual, V, span, with_factors, *, extra=None, unsure_factor=False
-    ) -> None:
-        """Explain the factor and the coefficient, and file the match as a plain one or under the mistakes it takes."""
-        target, recording = self.target, self.recording
-        fields = {**form.fields, **reduction.fields}
+    def _accept(self, form, kl_form, reduction, f, coef, residual, V, span, with_factors, *, extra=None) -> None:
+        """Explain the factor and the coefficient of a fit, and file it as a plain match or under the mistakes it takes."""
         mistakes = [m for m in (self.mask_mistake, form.mistake, reduction.mistake) if m]
-        remarks: list[str] = []
+        fit = Fit({**form.fields, **reduction.fields}, mistakes, f, residual, V, span, extra)
         if kl_form is not None:
-            fields |= {**kl_form.fields, "kl_coef": coef}
-            if kl_form.mistake:
-                mistakes.append(kl_form.mistake)
-            known = recording.number("beta")
-            usual = list(KL_COEFS) if not known else [known]
-            near = [c for c in usual if abs(coef - c) <= 1e-3 * c]
-            if near:
-                fields["kl_coef"] = near[0]
-            elif f < 0 and any(abs(coef + c) <= 1e-3 * c for c in usual):
-                # Only the policy term is turned: seen from it, the KL's coefficient is negative.
-                fields["kl_coef"] = next(c for c in usual if abs(coef + c) <= 1e-3 * c)
-                remarks.append("the KL term has the right sign")
-            elif coef < 0:
-                magnitude = [c for c in usual if abs(-coef - c) <= 1e-3 * c]
-                mistakes.append("kl_sign")
-                fields["kl_coef"] = magnitude[0] if magnitude else -coef
-                if known and not magnitude:
-                    return
-            elif any(abs(coef - c * c) <= 1e-3 * c * c for c in usual):
-                mistakes.append("beta_twice")
-                fields["kl_coef"] = next(c for c in usual if abs(coef - c * c) <= 1e-3 * c * c)
-                remarks.append(f"coefficient {coef:.4g} is {fields['kl_coef']:g} squared")
-            elif known:
-                mistakes.append("kl_coef_differs")
-                remarks.append(f"coefficient {coef:.4g}, recorded {known:g}")
-            elif residual is None:
+            fit.fields |= kl_form.fields
+            fit.mistakes += [kl_form.mistake] if kl_form.mistake else []
+            if not self._explain_coef(fit, coef):
                 return
-            else:
-                fields["kl_coef"] = float(f"{coef:.4g}")
-                remarks.append(f"coefficient {coef:.4g} is none of the usual ones")
-        tolerance = target.gradient_tolerance if residual is not None else 1e-9
-        slack = 3 * tolerance if residual is not None else 1e-9
-        steps = self.batch.accumulation_steps
-        per_batch = reduction.fields["reduction"] not in ("mean_over_window", "sum_over_tokens")
-        lengths = self.batch.lengths
-        if abs(f - 1) <= slack or unsure_factor and residual is not None:
-            factor = 1.0
-        elif steps > 1 and abs(f * steps - 1) <= slack and per_batch and not self.is_whole_window:
-            fields["accumulation"] = "divide"
-            factor = 1.0
-        else:
-            factor = f
-            inverse = 1 / f if f else INF
-            whole = round(inverse) if abs(inverse) < 1e9 else 0
-            is_whole = whole > 0 and abs(f * whole - 1) <= slack
-            alone = not mistakes
-            if (
-                alone
-                and is_whole
-                and fields["reduction"] == "sum_per_response"
-                and "rows_counted" not in fields
-                and (self.batch.budget is None and whole >= int(lengths.max()) and "global_batch_size" not in fields)
-            ):
-                budget = {**fields, "reduction": "sum_over_budget", "budget": float(whole)}
-                self._file(
-                    budget,
-                    [],
-                    1.0,
-                    form,
-                    residual,
-                    V,
-                    span,
-                    (*remarks, f"{whole} tokens a row, solved, not recorded"),
-                    extra,
-                    weak=True,
-                )
-            if (
-                alone
-                and residual is not None
-                and fields["reduction"] == "mean_over_tokens"
-                and self.batch.window_tokens is None
-                and f < 1
-            ):
-                tokens = int(lengths.sum()) / f
-                for ranks in (1, 2, 4, 8):
-                    if abs(tokens * ranks - round(tokens * ranks)) <= slack * tokens * ranks and tokens < 1e6:
-                        wide = {**fields, "reduction": "mean_over_window", "window_tokens": round(tokens * ranks) / ranks}
-                        words = f"a window of {round(tokens * ranks)} tokens" + (f" over {ranks} ranks" if ranks > 1 else "")
-                        self._file(
-                            wide,
-                            [],
-                            1.0,
-                            form,
-                            residual,
-                            V,
-                            span,
-                            (*remarks, words + ", solved, not recorded"),
-                            extra,
-                            weak=True,
-                        )
-                        break
-            if residual is not None and not mistakes and self.result.proportional is None:
-                self.result.proportional = Match(fields, (), f, "gradient", residual, remarks=tuple(remarks))
-            if not with_factors and not is_whole:
-                return
-            if abs(f + 1) <= slack or steps > 1 and per_batch and abs(f * steps + 1) <= slack:
-                mistakes.append("loss_sign")
-            elif (
-                is_whole
-                and whole in FACTORS
-                and (
-                    fields["reduction"] not in ("sum_over_tokens", "sum_over_width")
-                    or fields["reduction"] == self.declared.get("reduction")
-                )
-            ):
-                mistakes.append("extra_division")
-                remarks.append(f"divided by {whole}")
-            elif with_factors and any(abs(f - n) <= slack * n or abs(f * steps - n) <= slack * n for n in self._sums()):
-                mistakes.append("sum_for_mean")
-                remarks.append(f"{f:.6g} times the declared mean")
-            else:
-                return
-        if len(mistakes) > 1 and set(mistakes) != {"kl_direction", "kl_sign"}:
+        if not self._explain_factor(fit, with_factors):
             return
-        self._file(fields, mistakes, factor, form, residual, V, span, tuple(remarks), extra)
+        if len(fit.mistakes) < 2 or set(fit.mistakes) == {"kl_direction", "kl_sign"}:
+            self._file(fit)
 
-    def _file(self, fields, mistakes, factor, form, residual, V, span, remarks, extra, weak: bool = False) -> None:
-        target = self.target
-        gap, by = None, "value" if residual is None else "gradient"
-        if residual is not None and target.loss is not None:
-            best = None
-            for extra_fields, amount, extra_mistake in target.extras or [({}, 0.0, None)]:
-                left = target.loss - V - amount
-                tolerance = target.value_tolerance(span) + 2e-6 * abs(amount) + abs(V) * target.gradient_tolerance
-                if best is None or abs(left) < abs(best[0]) and abs(best[0]) > best[1]:
-                    best = (left, tolerance, extra_fields, extra_mistake)
-            gap = best[0]
-            if abs(gap) <= best[1]:
+    def _explain_coef(self, fit: Fit, coef: float) -> bool:
+        """Name the KL coefficient: the recorded one, a usual one, or what a mistake makes of it. False: no explanation."""
+        known = self.recording.number("beta")
+        usual = [known] if known else list(KL_COEFS)
+
+        def among(value: float) -> float | None:
+            return next((c for c in usual if abs(value - c) <= 1e-3 * c), None)
+
+        squared = next((c for c in usual if abs(coef - c * c) <= 1e-3 * c * c), None)
+        if among(coef) is not None:
+            fit.fields["kl_coef"] = among(coef)
+        elif fit.factor < 0 and among(-coef) is not None:
+            # Only the policy term is turned: seen from it, the KL's coefficient is negative.
+            fit.fields["kl_coef"] = among(-coef)
+            fit.remarks.append("the KL term has the right sign")
+        elif coef < 0:
+            if known and among(-coef) is None:
+                return False
+            fit.mistakes.append("kl_sign")
+            fit.fields["kl_coef"] = -coef if among(-coef) is None else among(-coef)
+        elif squared is not None:
+            fit.mistakes.append("beta_twice")
+            fit.fields["kl_coef"] = squared
+            fit.remarks.append(f"coefficient {coef:.4g} is {squared:g} squared")
+        elif known:
+            fit.mistakes.append("kl_coef_differs")
+            fit.fields["kl_coef"] = coef
+            fit.remarks.append(f"coefficient {coef:.4g}, recorded {known:g}")
+        elif fit.residual is None:
+            return False
+        else:
+            fit.fields["kl_coef"] = float(f"{coef:.4g}")
+            fit.remarks.append(f"coefficient {coef:.4g} is none of the usual ones")
+        return True
+
+    def _explain_factor(self, fit: Fit, with_factors: bool) -> bool:
+        """Name the factor: 1, recorded accumulation steps, a denominator to be solved, or a mistake. False: none of them."""
+        f, fields, by_gradient = fit.factor, fit.fields, fit.residual is not None
+        steps = self.batch.accumulation_steps
+        slack = 3 * self.target.gradient_tolerance if by_gradient else 1e-9
+        per_batch = fields["reduction"] not in ("mean_over_window", "sum_over_tokens")
+
+        def near(value: float, wanted: float) -> bool:
+            return abs(value - wanted) <= slack * abs(wanted)
+
+        if near(f, 1):
+            fit.factor = 1.0
+            return True
+        if steps > 1 and per_batch and not self.is_whole_window and near(f * steps, 1):
+            fields["accumulation"] = "divide"
+            fit.factor = 1.0
+            return True
+        whole = round(1 / f) if f and abs(1 / f) < 1e9 else 0
+        is_whole = whole > 0 and near(f * whole, 1)
+        if not fit.mistakes:
+            self._solve_denominators(fit, whole if is_whole else 0, slack)
+            if by_gradient and self.result.proportional is None:
+                self.result.proportional = Match(fields, (), f, "gradient", fit.residual, remarks=tuple(fit.remarks))
+        if not with_factors and not is_whole:
+            return False
+        is_declared = fields["reduction"] == self.declared.get("reduction")
+        if near(f, -1) or steps > 1 and per_batch and near(f * steps, -1):
+            fit.mistakes.append("loss_sign")
+        elif is_whole and whole in FACTORS and (is_declared or fields["reduction"] not in _OWN_DENOMINATOR):
+            fit.remarks.append(f"divided by {whole}")
+            if fit.mistakes and by_gradient and per_batch and "accumulation_steps" not in self.recording.numbers:
+                fit.weak = True  # beside a mistake, steps that were not recorded are no second one
+                fit.remarks.append("the accumulation steps, which are not recorded, may be these")
+            else:
+                fit.mistakes.append("extra_division")
+        elif with_factors and any(near(f, n) or near(f * steps, n) for n in self._sums()):
+            fit.mistakes.append("sum_for_mean")
+            fit.remarks.append(f"{f:.6g} times the declared mean")
+        else:
+            return False
+        return True
+
+    def _solve_denominators(self, fit: Fit, whole: int, slack: float) -> None:
+        """File the fit with a denominator that the recording lacks and the factor gives: a budget, a window's tokens.
+
+        whole: 1 / factor where that is a whole number, else 0.
+        """
+        fields, lengths = fit.fields, self.batch.lengths
+        if fields["reduction"] == "sum_per_response" and self.batch.budget is None and whole >= max(int(lengths.max()), 1):
+            if "rows_counted" not in fields and "global_batch_size" not in fields:
+                budget = {**fields, "reduction": "sum_over_budget", "budget": float(whole)}
+                self._file(fit.solved(budget, f"{whole} tokens a row"))
+        if fields["reduction"] == "mean_over_tokens" and self.batch.window_tokens is None and fit.residual is not None:
+            tokens = int(lengths.sum()) / fit.factor if 0 < fit.factor < 1 else math.inf
+            for ranks in (1, 2, 4, 8):
+                total = tokens * ranks
+                if tokens < 1e6 and abs(total - round(total)) <= slack * total:
+                    window = {**fields, "reduction": "mean_over_window", "window_tokens": round(total) / ranks}
+                    words = f"a window of {round(total)} tokens" + (f" over {ranks} ranks" if ranks > 1 else "")
+                    self._file(fit.solved(window, words))
+                    break
+
+    def _file(self, fit: Fit) -> None:
+        """Add the fit to the matches or to the mistakes, with the entropy or critic term that completes its value."""
+        target, extra = self.target, fit.extra
+        gap, by = None, "value" if fit.residual is None else "gradient"
+        if fit.residual is not None and target.loss is not None:
+
+            def tolerance(amount: float) -> float:
+                loose = 2e-6 * abs(amount) + abs(fit.value) * target.gradient_tolerance
+                return target.value_tolerance(fit.span) + loose
+
+            def left(term: Extra) -> float:
+                return target.loss - fit.value - term[1]
+
+            terms = target.extras or _NO_EXTRA
+            extra = next((term for term in terms if abs(left(term)) <= tolerance(term[1])), None)
+            if extra is not None:
                 by = "gradient and value"
-                fields = {**fields, **best[2]}
-                if best[3]:
-                    mistakes = [*mistakes, best[3]]
-        elif residual is None:
-            gap = target.loss - V - (extra[1] if extra else 0.0)
-            if extra:
-                fields = {**fields, **extra[0]}
-                if extra[2]:
-                    mistakes = [*mistakes, extra[2]]
+            elif not bool(target.gradient.any()):
+                return  # a gradient of zero fits every form that has none: then the value must fit, too
+            gap = left(extra or min(terms, key=lambda term: abs(left(term))))
+        elif fit.residual is None:
+            gap = target.loss - fit.value - (extra[1] if extra else 0.0)
+        fields, mistakes = dict(fit.fields), list(fit.mistakes)
+        if extra is not None:
+            fields |= extra[0]
+            mistakes += [extra[2]] if extra[2] else []
         order = (
             len(mistakes),
-            {"gradient and value": 0, "value": 0, "gradient": 1}[by],
-            1 if weak else 0,
+            1 if by == "gradient" else 0,
+            1 if fit.weak else 0,
             sum(term in fields for term in ("kl", "entropy_coef", "value_coef")),
             self.phase,
             *self.place,
         )
-        match = Match(fields, tuple(dict.fromkeys(mistakes)), factor, by, residual, gap, remarks, order, weak)
+        mistakes = tuple(dict.fromkeys(mistakes))
+        match = Match(fields, mistakes, fit.factor, by, fit.residual, gap, tuple(fit.remarks), order, fit.weak)
         (self.result.mistakes if mistakes else self.result.matches).append(match)
 
 
@@ -656,14 +679,14 @@ def value_forms(recording: Recording, mask: Tensor) -> Iterator[tuple[dict, Tens
         yield {"value_loss": "clip_max", "value_clip": width}, smaller, slope, "value_min_for_max"
 
 
-def extra_terms(recording: Recording, mask: Tensor) -> list[tuple[dict, float, str | None]]:
+def extra_terms(recording: Recording, mask: Tensor) -> list[Extra]:
     """Entropy and critic terms that may stand beside the policy loss: ({}, 0) first, then coefficients in use.
 
     Recorded gradients with respect to entropies and vpreds fix the coefficients instead.
     """
     arrays = recording.arrays
     counted = float(mask.sum())
-    entropy: list[tuple[dict, float, str | None]] = [({}, 0.0, None)]
+    entropy: list[Extra] = [({}, 0.0, None)]
     if "entropies" in arrays:
         mean = float(torch.where(mask, torch.as_tensor(arrays["entropies"]), 0.0).sum()) / counted
         coefs = list(ENTROPY_COEFS)
@@ -674,7 +697,7 @@ def extra_terms(recording: Recording, mask: Tensor) -> list[tuple[dict, float, s
         entropy += [({"entropy_coef": c}, -c * mean, None if c > 0 else "entropy_sign") for c in coefs]
         if "dloss_dentropies" not in arrays:
             entropy += [({"entropy_coef": c}, c * mean, "entropy_sign") for c in ENTROPY_COEFS]
-    critic: list[tuple[dict, float, str | None]] = [({}, 0.0, None)]
+    critic: list[Extra] = [({}, 0.0, None)]
     if "vpreds" in arrays and "returns" in arrays:
         gradient = arrays.get("dloss_dvpreds")
         for fields, value, slope, mistake in value_forms(recording, mask):
@@ -768,7 +791,8 @@ def search_loss(
 
         first.use_extras, first.phase = len(target.extras) > 1, 2
         first.try_forms(worth(forms), with_factors=True)
-        first.use_extras = False
+        # Beside an edit, an entropy term is looked for only where one is declared: else it is one guess too many.
+        first.use_extras, with_extras = False, bool((declared or {}).get("entropy_coef"))
         if loss_mat is None:
             if first.batch.ref_logps is not None:
                 first.try_forms(
@@ -776,11 +800,16 @@ def search_loss(
                     with_factors=True,
                     kl="mistaken",
                 )
-            first.try_forms(first.digest(worth(list(mistaken_specs(recording, first.traits, declared)))))
+            edits = list(mistaken_specs(recording, first.traits, declared))
+            known = (declared or {}).get("off_policy_threshold")
+            thresholds = [known] if known else seen_thresholds(first.batch, target.gradient)
+            edits += [without_far_rows(spec, threshold) for spec in edits for threshold in thresholds]
+            first.use_extras = with_extras
+            first.try_forms(first.digest(worth(edits)))
         for name, mask in mask_edits(recording).items():
             edited = screen(mask, name)
             if edited is not None:
-                edited.phase = 2
+                edited.phase, edited.use_extras = 2, with_extras
                 edited.try_forms(
                     edited.digest([spec for spec in specs_for(edited.batch) if likely(spec.fields, declared, pairs)])
                 )
@@ -817,8 +846,10 @@ def likely(fields: dict, declared: dict | None, pairs: Sequence[tuple[float, flo
     return (
         common
         and fields.get("off_policy_rows") != "drop"
-        and (fields.get("clip_low"), fields.get("clip_high"))
-        in (*pairs, CLIP_PAIRS[0], CLIP_PAIRS[6], (INF, -0.8), (1.0, 4.0), (INF, 4.0), (None, None))
+        and (
+            fields.get("surrogate") == "cispo"
+            or (fields.get("clip_low"), fields.get("clip_high")) in (*pairs, CLIP_PAIRS[0], CLIP_PAIRS[6], (None, None))
+        )
     )
 
 

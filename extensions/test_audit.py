@@ -17,11 +17,11 @@ from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 from extensions import audit as audit_module
 from extensions import audit_selftest
 from extensions.audit import audit, parse_declared
-from extensions.audit_advantages import in_level_group
+from extensions.audit_advantages import _gae, in_level_group
 from extensions.audit_mistakes import CATALOGUE, NOTES
 from extensions.audit_read import ALIASES, read_recording, recording_from
 from extensions.audit_forms import mask_edits, round_between, shifted
-from rl_lab import FileProblem
+from rl_lab import FileProblem, gae
 
 NAN = math.nan
 
@@ -134,8 +134,7 @@ class PublicReports(unittest.TestCase):
         self.assert_named("extra_division", audited({**batch, "loss": 0.75}, "bnpo"))  # 1.5 / 2 ranks
 
     def test_mean_of_micro_batch_means(self):
-        # Rows 3 | 1 1 1 | 2, the last two in one micro-batch: (3 / 1 + 5 / 4) / 2. A mean per response is 2, over tokens
-        # 8 / 5.
+        # Rows 3 | 1 1 1 | 2, the last two in one micro-batch: (3 / 1 + 5 / 4) / 2. Mean per response 2, over tokens 8 / 5.
         batch = {"loss_mat": [[3.0, 0, 0], [1.0, 1, 1], [2.0, 0, 0]], "mask": [[1, 0, 0], [1, 1, 1], [1, 0, 0]]}
         batch |= {"micro_batch_ids": [0, 1, 1], "loss": (3 + 5 / 4) / 2}
         self.assertEqual(audited(batch).loss["matches"][0]["reduction"], "mean_of_micro_batch_means")
@@ -226,6 +225,11 @@ class PublicReports(unittest.TestCase):
         self.assert_named("first_pass_ratio_not_one", report, "warning")
         self.assertIn("0.896929", report.findings[0].evidence)
         self.assertIn("temperature 0.5", report.findings[0].evidence)
+        # p = .5 .3 .2 cut to the first two: the sampler has .5 / .8, the trainer .5, and the ratio is .8.
+        top = {"old_logps": [[math.log(0.625)]], "logps": [[math.log(0.5)]], "mask": [[1]], "pass_index": 0, "top_k": 2}
+        (found,) = audited(top).findings
+        self.assertIn("Ratios 0.8 to 0.8", found.evidence)
+        self.assertIn("top_k 2", found.evidence)
         self.assert_clean(audited({**batch, "logps": [[sampler]]}))
 
     def test_old_equal_on_a_later_pass(self):
@@ -547,7 +551,7 @@ class Captures(unittest.TestCase):
         plants = [p for p in audit_selftest.all_plants(lambda file: file.startswith(self.FILES))]
         chosen = list({p.mistake: p for p in plants}.values())
         self.assertGreater(len(chosen), 35)
-        for column, plants_here, bar in ((0, chosen[::2], 0.95), (1, chosen[1::5], 0.8)):
+        for column, plants_here, bar in ((0, chosen[::3], 0.95), (1, chosen[1::6], 0.8)):
             scores = audit_selftest.measure(iter(plants_here), audit_selftest.COLUMNS[column : column + 1])
             (scores,) = scores.values()
             planted, named, wrong = audit_selftest.totals(scores)
@@ -601,6 +605,45 @@ class Captures(unittest.TestCase):
         self.assertIn("loss_zero_healthy", report.named())
         self.assertGreater(report.loss["tried"], 100)
 
+    def test_rounding_is_judged_group_by_group(self):
+        # A group whose rewards differ by 0.002 loses five digits in float32; its advantages are right all the same.
+        rewards = np.array([1.0, 0.0, 3.0, 4.0, 0.912, 0.914, 0.913, 0.912], dtype=np.float32)
+        groups = np.arange(8) // 4
+        mean = np.array([rewards[groups == g].mean() for g in groups], dtype=np.float32)
+        std = np.array([rewards[groups == g].std(ddof=1) for g in groups], dtype=np.float32)
+        right = (rewards - mean) / (std + np.float32(1e-6))
+        batch = {"rewards": rewards, "group_ids": groups, "mask": np.ones((8, 1), dtype=bool)}
+        self.assertEqual(audited({**batch, "advantages": right}).named(), [])
+        wrong = right.copy()
+        wrong[0] += 1e-4  # in the group with spread this is no rounding
+        self.assertEqual(audited({**batch, "advantages": wrong}).named(), ["not_reproduced"])
+
+    def test_gradient_of_a_large_batch_is_confirmed_on_every_row(self):
+        rng = np.random.default_rng(0)
+        rows, width = 700, 100  # more slots than one part holds
+        advantages = rng.choice((-1.0, 1.0), rows)
+        logps = -rng.exponential(1.0, (rows, width)) - 0.01
+        slope = -advantages[:, None] / (rows * width) * np.ones((rows, width))
+        batch = {"logps": logps, "old_logps": logps, "advantages": advantages, "mask": np.ones((rows, width), dtype=bool)}
+        batch |= {"loss": -advantages.mean(), "dloss_dlogps": slope}
+        self.assertTrue(audited(batch).gradient["agrees"])
+        slope[349:351] = 0.0  # not among the rows that are compared first
+        report = audited(batch)
+        self.assertIs(report.gradient["agrees"], False)
+        (found,) = [f for f in report.findings if f.name == "gradient_differs_in_rows"]
+        self.assertEqual(found.rows, (349, 350))
+
+    def test_many_accidents_name_nothing(self):
+        # No trainer made this number: 64 answers of many terms, a value, and every setting unknown.
+        rng = np.random.default_rng(1)
+        logps = -rng.exponential(1.0, (64, 40)) - 0.01
+        batch = {"logps": logps, "mask": np.ones((64, 40), dtype=bool), "advantages": rng.standard_normal(64)}
+        for name, size in (("old_logps", 0.3), ("ref_logps", 0.4)):
+            batch[name] = np.minimum(logps + size * rng.standard_normal(logps.shape), -0.001)
+        report = audited({**batch, "loss": 0.01234567})
+        self.assertGreater(report.loss["expected_by_accident"], 10)
+        self.assertEqual([f.name for f in report.findings if f.severity != "note"], ["value_decides_nothing"])
+
     def test_value_alone_reports_accidents(self):
         arrays = {k: v for k, v in audit_selftest.load("trl_grpo_grpo_pass2.npz").items() if k != "dloss_dlogps"}
         report = audited(arrays)
@@ -622,6 +665,15 @@ class Reading(unittest.TestCase):
         self.assertEqual(outcome["objects"]["audited"], 0)
         self.assertEqual(outcome["lying_header"]["audited"], 0)
         self.assertEqual(outcome["bomb"]["audited"], 0)
+
+    def test_a_small_file_does_not_become_a_large_array(self):
+        # 3 MB of zeros in 3 kB, allowed as flags, would be 24 MB as numbers.
+        path = self.folder / "zeros.npz"
+        np.savez_compressed(path, mask=np.ones((3000, 1000), dtype=bool), loss=0.5)
+        self.assertEqual(read_recording(path).arrays["mask"].shape, (3000, 1000))
+        np.savez_compressed(path, logps=np.zeros((3000, 1000), dtype=np.int8), loss=0.5)
+        with self.assertRaisesRegex(FileProblem, "would become 24000008, wanted at most"):
+            read_recording(path)
 
     def test_the_trap_works(self):
         # What the hostile files carry would write the file that survive() looks for.
@@ -765,6 +817,10 @@ class CommandLine(unittest.TestCase):
         status, out, _ = self.run_main("--list")
         for name in (*CATALOGUE, *NOTES):
             self.assertIn(name, out)
+        status, out, _ = self.run_main("--recipes")
+        self.assertEqual(status, 0)
+        for name in ("RecordingGRPOTrainer", "RecordingDPOTrainer", "policy_loss_fn"):
+            self.assertIn(name, out)
 
     def test_global_state_is_left_alone(self):
         before = torch.get_rng_state(), np.random.get_state()[1].tolist(), torch.get_default_dtype(), torch.get_num_threads()
@@ -775,6 +831,17 @@ class CommandLine(unittest.TestCase):
 
 
 class Pieces(unittest.TestCase):
+    def test_the_recursion_over_time_is_the_labs(self):
+        rng = np.random.default_rng(2)
+        rewards, values, following = (rng.standard_normal((3, 7)) for _ in range(3))
+        terminated = rng.random((3, 7)) < 0.2
+        boundary = terminated | (rng.random((3, 7)) < 0.2)
+        boundary[:, -1] = True
+        numbers = [torch.as_tensor(x) for x in (rewards, values, following, terminated, boundary)]
+        expected = gae(*numbers, 0.9, 0.8)[0].numpy()
+        made = _gae(rewards, values, following, terminated, boundary, 0.9, 0.8)
+        np.testing.assert_allclose(made, expected, atol=1e-12)
+
     def test_shifted(self):
         mask = np.array([[0, 1, 1, 0]], dtype=bool)
         self.assertEqual(shifted(mask, 1).astype(int).tolist(), [[0, 0, 1, 1]])

@@ -1134,10 +1134,12 @@ class ZeroVarianceProbability(OracleCase):
             zero_variance_probability,
             good,
             *(({"probabilities": f64(*bad)}, ValueError, "^probabilities: wanted .*sum to 1; likely logits were given")
-              for bad in ((0.3, 0.6), (1.3, -0.3), (0, 0), (NAN, 1))),
+              for bad in ((0.3, 0.6), (1.3, -0.3), (0, 0), (NAN, 1), (0.5, 0.5 + 1.5e-5), (0.5, 0.5 - 1.5e-5))),
             ({"probabilities": f64(1).squeeze()}, ValueError, "^probabilities: got shape .*the outcomes"),
             ({"probabilities": f64()}, ValueError, "^probabilities: got shape .*the outcomes"),
         )  # fmt: skip
+        for rounding in (0.9e-5, -0.9e-5):  # float32 rows sum to 1 only nearly
+            self.assertClose(zero_variance_probability(f64(0.5, 0.5 + rounding), 1), 1 + rounding)
 
 
 # ------------------------------------------------------------------------------------------ atoms: token sequences

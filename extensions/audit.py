@@ -85,6 +85,21 @@ verl - in the actor's update, beside the call of the policy loss function (names
         dloss_dlogps=gradient, loss=pg_loss, token_level_rewards=data["token_level_rewards"]).items()},
         uid=np.array(data["uid"], dtype=str), clip_low=config.clip_ratio_low, clip_high=config.clip_ratio_high)
 
+From a file to a finding:
+
+    audit_read.py          the file, safely: formats, the names trainers use, shapes
+    audit_declared.py      what the user says the trainer follows: --declared, --set
+    audit_forms.py         the forms a loss may take, and the named edits of each
+    audit_search.py        which of them give the loss and the gradient
+    audit_advantages.py    which rule gives the advantages
+    audit_preferences.py   which preference loss gives the number
+    audit_checks.py        checks without a search, and what only looks like a mistake
+    audit_mistakes.py      the catalogue: every finding, its severity, what to change
+    audit_say_*.py         from matches to words and findings: loss, advantages, pairs
+    audit_report.py        the report as text and JSON
+    this file              the order of it all, and the command line
+    audit_selftest.py      how good it is: mistakes planted, files damaged
+
 Same as objectives.py: every formula is taken from there. Left out: what its NOT_EXPRESSED lists, and combinations of two
 mistakes at once.
 """

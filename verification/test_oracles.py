@@ -1138,6 +1138,8 @@ class ZeroVarianceProbability(OracleCase):
             ({"probabilities": f64(1).squeeze()}, ValueError, "^probabilities: got shape .*the outcomes"),
             ({"probabilities": f64()}, ValueError, "^probabilities: got shape .*the outcomes"),
         )  # fmt: skip
+        one_bad_row = ({"probabilities": f64([0.5, 0.5], [0.5, 0.4])}, ValueError, "^probabilities: wanted .*sum to 1")
+        self.assertRefused(zero_variance_probability, good, one_bad_row)
         for rounding in (0.9e-5, -0.9e-5):  # float32 rows sum to 1 only nearly
             self.assertClose(zero_variance_probability(f64(0.5, 0.5 + rounding), 1), 1 + rounding)
 

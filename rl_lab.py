@@ -1010,7 +1010,7 @@ def worked_examples() -> list[WorkedExample]:
     examples = []
 
     def show(section, title, formula, inputs, result, expected, digits=6):
-        result = result.detach().flatten().tolist() if isinstance(result, Tensor) else result
+        result = result.flatten().tolist() if isinstance(result, Tensor) else result
         # Adding 0.0 turns -0.0 into 0.0, which would print a sign that means nothing.
         examples.append(WorkedExample(section, title, formula, inputs, [x + 0.0 for x in result], expected, digits))
 

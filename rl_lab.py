@@ -1185,12 +1185,11 @@ def replace_files(texts: dict[Path, str]) -> None:
         for path in texts:
             os.replace(partials[path], path.resolve())
     except OSError as problem:
-        where = problem.filename or path
-        raise FileProblem(f"{where}: {problem.strerror}; earlier results were left as they were") from problem
+        raise FileProblem(f"{path}: {problem.strerror}; earlier results were left as they were") from problem
     finally:
         for partial in partials.values():
-            with contextlib.suppress(OSError):  # its name may have been too long to exist
-                partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # renamed by now, or its name was too long to exist
+                partial.unlink()
 
 
 def csv_text(rows: Sequence[dict[str, float]]) -> str:

@@ -1134,14 +1134,12 @@ class ZeroVarianceProbability(OracleCase):
             zero_variance_probability,
             good,
             *(({"probabilities": f64(*bad)}, ValueError, "^probabilities: wanted .*sum to 1; likely logits were given")
-              for bad in ((0.3, 0.6), (1.3, -0.3), (0, 0), (NAN, 1), (0.5, 0.5 + 1.5e-5), (0.5, 0.5 - 1.5e-5))),
+              for bad in ((0.3, 0.6), (1.3, -0.3), (0, 0), (NAN, 1))),
             ({"probabilities": f64(1).squeeze()}, ValueError, "^probabilities: got shape .*the outcomes"),
             ({"probabilities": f64()}, ValueError, "^probabilities: got shape .*the outcomes"),
         )  # fmt: skip
         one_bad_row = ({"probabilities": f64([0.5, 0.5], [0.5, 0.4])}, ValueError, "^probabilities: wanted .*sum to 1")
         self.assertRefused(zero_variance_probability, good, one_bad_row)
-        for rounding in (0.9e-5, -0.9e-5):  # float32 rows sum to 1 only nearly
-            self.assertClose(zero_variance_probability(f64(0.5, 0.5 + rounding), 1), 1 + rounding)
 
 
 # ------------------------------------------------------------------------------------------ atoms: token sequences
@@ -1497,7 +1495,7 @@ class Descend(OracleCase):
             "loss is nan": lambda p: (p * NAN).sum(),
             "loss is inf": lambda p: p.sum() + INF,
             "loss is -inf": lambda p: p.sum() - INF,
-            "gradient_norm is inf": lambda p: (p[0] - 1).clamp(min=0).sqrt() + 0 * p.sum(),  # slope of sqrt at 0, times 1
+            "gradient_norm is inf": lambda p: (p[0] - 1).sqrt() + 0 * p.sum(),  # slope of sqrt at 0
             "gradient_norm is nan": lambda p: p.sum() + (0 * p).sqrt().sum(),  # inf * 0
         }
         for words, loss in cases.items():

@@ -16,12 +16,23 @@ from verification import mutations
 
 
 class Teeth(unittest.TestCase):
+    CAUGHT = ("clip: maximum", "groups: sample standard deviation")
+    HOLE = "value clip: minimum"  # the tests chosen below say nothing of it
+
     @classmethod
     def setUpClass(cls):
         cls.sources = mutations.read_sources()
         cls.mutants = mutations.all_mutants(
             cls.sources
         )  # refuses a hand-written change whose text is not there exactly once
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.folder.cleanup)
+        command = [sys.executable, "-m", "verification.mutations", "--only", *cls.CAUGHT, cls.HOLE]
+        command += ["--tests", "test_rl_lab.PolicyObjectives", "--output", str(Path(cls.folder.name) / "results.jsonl")]
+        cls.running = subprocess.Popen(
+            command, cwd=mutations.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )  # beside the other tests of this class
+        cls.addClassCleanup(cls.running.communicate)
 
     def test_every_mutant_is_another_program(self):
         self.assertEqual(
@@ -82,31 +93,12 @@ class Teeth(unittest.TestCase):
                 mutations.hand_written_mutants(name, broken)
 
     def test_mutants_are_run_and_caught_and_a_hole_is_told(self):
-        caught = ("clip: maximum", "groups: sample standard deviation")
-        hole = "value clip: minimum"  # the tests chosen here say nothing of it
-        with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "verification.mutations",
-                    "--only",
-                    *caught,
-                    hole,
-                    "--tests",
-                    "test_rl_lab.PolicyObjectives",
-                    "--output",
-                    str(Path(folder) / "results.jsonl"),
-                ],
-                cwd=mutations.ROOT,
-                capture_output=True,
-                text=True,
-            )
-        self.assertEqual(done.returncode, 1, done.stderr)
-        for topic in caught:
-            self.assertRegex(done.stdout, rf"killed +rl_lab.py:\d+  {topic}: .*\n +by test_rl_lab.PolicyObjectives.test_")
-        self.assertRegex(done.stdout, rf"SURVIVED +rl_lab.py:\d+  {hole}: ")
-        self.assertRegex(done.stdout, r"\ntotal +2 +0 +1 +0\n$")
+        out, err = self.running.communicate()
+        self.assertEqual(self.running.returncode, 1, err)
+        for topic in self.CAUGHT:
+            self.assertRegex(out, rf"killed +rl_lab.py:\d+  {topic}: .*\n +by test_rl_lab.PolicyObjectives.test_")
+        self.assertRegex(out, rf"SURVIVED +rl_lab.py:\d+  {self.HOLE}: ")
+        self.assertRegex(out, r"\ntotal +2 +0 +1 +0\n$")
 
     def test_bad_flags(self):
         for arguments, words in ((["--jobs", "0"], "--jobs: got 0"), (["--only", "no such mutant"], "no mutant contains")):

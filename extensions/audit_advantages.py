@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Iterator, NamedTuple
 
 import numpy as np
@@ -21,7 +22,15 @@ from torch import Tensor
 
 from extensions.audit_read import Recording
 from extensions.audit_forms import last_counted
-from extensions.objectives import ROWS, Batch, Row, arrange_groups, compute_advantages, make_batch
+from extensions.objectives import (
+    ROWS,
+    Batch,
+    Row,
+    arrange_groups,
+    compute_advantages,
+    make_batch,
+    standardise_over_tokens,
+)
 
 STD_GUARDS = (
     (1, 1e-4, "add"),
@@ -343,21 +352,53 @@ def search_advantages(recording: Recording, *, look_for_mistakes: bool = True) -
         result.remarks.append(str(problem))
         return result
     result.checked = True
+    try:
+        _search(recording, batch, reported, result, look_for_mistakes)
+    finally:
+        _unscaled.cache_clear()
+    return result
+
+
+def _search(
+    recording: Recording, batch: Batch, reported: _Reported, result: AdvantageResult, look_for_mistakes: bool
+) -> None:
     _try_all(recording, batch, reported, result, None)
     if not result.matches:
         _kl_in_reward(recording, batch, reported, result)
     if not result.matches and look_for_mistakes:
         _mistakes(recording, batch, reported, result)
-    return result
 
 
 def _gap(fields: dict, batch: Batch, reported: _Reported, slack: float = 1.0) -> float | None:
     """Largest difference to the advantages of a rule; None if the rule does not give the reported ones."""
     try:
-        made = compute_advantages(Row("rule", **{"singleton": "zero", **fields}), batch)
+        return reported.gap(_made({"singleton": "zero", **fields}, batch), slack)
     except ValueError:
         return None
-    return reported.gap(made, slack)
+
+
+_OF_THE_SCALE = ("scale", "std_ddof", "std_eps", "std_guard")
+
+
+def _made(fields: dict, batch: Batch) -> Tensor:
+    """The advantages of a rule, (N, T). Rules that differ only in how they standardise over tokens share what comes before.
+
+    So do those that differ in the coefficient of a KL in the reward, for what is standardised is linear in it.
+    """
+    row = Row("rule", **fields)
+    if row.scale != "token_std" or row.baseline == "given":
+        return compute_advantages(row, batch)
+    before = {name: value for name, value in fields.items() if name not in _OF_THE_SCALE}
+    coef = before.pop("kl_coef", 0.0) if row.kl_in_reward else 0.0
+    plain = _unscaled(batch, **{**before, "kl": "none"})
+    if coef:
+        plain = plain + coef * (_unscaled(batch, **{**before, "kl_coef": 1.0}) - plain)
+    return torch.where(batch.mask, standardise_over_tokens(row, plain, batch.mask), 0.0)
+
+
+@lru_cache(maxsize=2)  # rules that share it follow each other; two are what a KL in the reward needs
+def _unscaled(batch: Batch, **fields) -> Tensor:
+    return compute_advantages(Row("rule", scale="none", **fields), batch)
 
 
 def _try_all(
@@ -414,12 +455,18 @@ def _one_slot_an_answer(batch: Batch, reported: _Reported) -> tuple[Batch, _Repo
             "gen_rewards_per_func": parts,
             "gen_group_ids": batch.group_ids,
             "gen_lengths": batch.lengths,
+            "gen_kl": None if batch.old_logps is None or batch.ref_logps is None else _kl_sums(batch),
             "row_ids": torch.arange(len(counted)),
         }
     )
     slim = {name: None for name in ("old_logps", "ref_logps", "token_level_rewards", "values", "advantages")}
     short = replace(batch, logps=torch.zeros(counted.shape, dtype=torch.float64), mask=counted, **slim, **own)
     return short, _Reported(torch.where(counted, per_answer, 0.0), counted, reported.tolerance)
+
+
+def _kl_sums(batch: Batch) -> Tensor:
+    """The k1 estimate of KL(old || reference) of each answer, sum over its tokens of l0 - lr. -> (N,)."""
+    return (batch.old_logps - batch.ref_logps).sum(1)
 
 
 def _has_singletons(batch: Batch) -> bool:
@@ -433,15 +480,18 @@ def _kl_in_reward(recording: Recording, batch: Batch, reported: _Reported, resul
         if batch.gen_kl is None:
             return
     known = recording.number("beta")
+    whole, short = (batch, reported), _one_slot_an_answer(batch, reported)
     for fields in rules(recording, batch):
         if fields.get("reward_parts") or fields["baseline"] in ("given", "best_minus_second"):
             continue
+        batch, reported = short if short is not None and _is_per_answer(fields) else whole
         linear = fields["scale"] == "none"
         coefs = [known] if known else list(KL_IN_REWARD[:4])
         if linear and not known:
             try:
-                plain = compute_advantages(Row("rule", **fields), batch)
-                one = compute_advantages(Row("rule", **fields, kl="k1", kl_coef=1.0, kl_place="reward"), batch)
+                unscaled = {name: value for name, value in fields.items() if name not in _OF_THE_SCALE}
+                plain = _unscaled(batch, **unscaled, kl="none", kl_place="reward")
+                one = _unscaled(batch, **unscaled, kl="k1", kl_coef=1.0, kl_place="reward")
             except ValueError:
                 continue
             step = one - plain

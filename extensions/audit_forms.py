@@ -51,11 +51,12 @@ class Traits:
     largest_ratio: float
     has_reference: bool  # and it is not the policy itself
     wide_kl: bool  # some |l - lr| or |l - l0| is above 2
-    square: bool  # as many answers as positions, one advantage an answer
+    along_time: Tensor | None  # (T,) as many answers as positions: their advantages, as if they stood along time
     has_logits: bool
 
     @staticmethod
     def of(batch: Batch) -> "Traits":
+        A, is_square = batch.advantages, batch.mask.shape[0] == batch.mask.shape[1]
         l, old, ref = batch.logps, batch.old_logps, batch.ref_logps
         gaps = [(l - x) for x in (old, ref) if x is not None]
         return Traits(
@@ -64,7 +65,7 @@ class Traits:
             1.0 if old is None else float((l - old).max().clamp(max=600).exp()),
             ref is not None and not torch.equal(l, ref),
             any(float(gap.abs().max()) > 2 for gap in gaps),
-            batch.advantages is not None and batch.advantages.shape[1] == 1 and batch.mask.shape[0] == batch.mask.shape[1],
+            A[:, 0] if is_square and A is not None and A.shape[1] == 1 else None,
             batch.logits is not None and batch.ref_logits is not None,
         )
 
@@ -402,12 +403,11 @@ def mistaken_specs(recording: Recording, traits: Traits, declared: dict | None =
             "missing_stop_gradient",
             lambda batch: Form(own.make(batch).value, own.make(batch).slope + mean.make(batch).slope),
         )
-    if traits.square:
+    if traits.along_time is not None:
 
         def turned(spec: Spec) -> Spec:
             def make(batch: Batch) -> Form:
-                along_time = batch.advantages[:, 0].expand(len(batch.mask), len(batch.mask)).clone()
-                return spec.make(replace(batch, advantages=along_time))
+                return spec.make(replace(batch, advantages=traits.along_time.expand(batch.mask.shape).clone()))
 
             return Spec(spec.fields, "advantages_aligned_with_time", make)
 

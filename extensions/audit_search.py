@@ -175,7 +175,7 @@ class Part(NamedTuple):
 
 
 def parts_of(batch: Batch, rows: Tensor | None = None, slots: int = PART_SLOTS) -> list[Part]:
-    """The batch in pieces of rows that end at like positions, each trimmed to the columns it counts."""
+    """The batch in pieces of rows that end at like positions, each trimmed to the columns it counts (not a square batch)."""
     rows = torch.arange(len(batch.mask)) if rows is None else rows
     width = batch.mask.shape[1]
     if len(rows) == len(batch.mask) and batch.mask.numel() <= slots:
@@ -192,6 +192,8 @@ def parts_of(batch: Batch, rows: Tensor | None = None, slots: int = PART_SLOTS) 
         at += count
         low, high = min(int(start[chosen].min()), width - 1), max(int(end[chosen].max()), 1)
         low = min(low, high - 1)
+        if len(batch.mask) == width:  # one of the mistakes puts the answers' advantages along time, where they have a place
+            low, high = 0, width
         parts.append(Part(rows[chosen], low, take(batch, rows[chosen], low, high)))
     return parts
 

@@ -847,10 +847,15 @@ def _advantages(row: Row, batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor | 
     else:
         advantages = outcome_advantages(row, batch).unsqueeze(1)
     if row.scale == "token_std":
-        flat, real = advantages.expand_as(mask).reshape(1, -1), mask.reshape(1, -1)
-        mean, variance = variance_of(flat, real, row.std_ddof)
-        advantages = divide_by_std(row, flat - mean, variance).reshape(mask.shape)
+        advantages = standardise_over_tokens(row, advantages, mask)
     return advantages, targets
+
+
+def standardise_over_tokens(row: Row, advantages: Tensor, mask: Tensor) -> Tensor:
+    """(A - mean over counted tokens) / guarded std over them. advantages (N, 1) or (N, T), mask (N, T) -> (N, T)."""
+    flat, real = advantages.expand_as(mask).reshape(1, -1), mask.reshape(1, -1)
+    mean, variance = variance_of(flat, real, row.std_ddof)
+    return divide_by_std(row, flat - mean, variance).reshape(mask.shape)
 
 
 def outcome_advantages(row: Row, batch: Batch) -> Tensor:

@@ -20,7 +20,9 @@ from extensions.audit import audit, parse_declared
 from extensions.audit_advantages import _gae, in_level_group
 from extensions.audit_mistakes import CATALOGUE, NOTES
 from extensions.audit_read import ALIASES, read_recording, recording_from
-from extensions.audit_forms import mask_edits, round_between, shifted
+from extensions.audit_forms import Traits, mask_edits, mistaken_specs, round_between, shifted
+from extensions.audit_search import parts_of
+from extensions.objectives import make_batch
 from rl_lab import FileProblem, gae
 
 NAN = math.nan
@@ -862,6 +864,35 @@ class Pieces(unittest.TestCase):
         recording = recording_from({"logps": np.zeros((2, 4)), "mask": np.array([[1, 1, 0, 0], [1, 1, 1, 1]], dtype=bool)})
         for name, edit in mask_edits(recording).items():
             self.assertTrue((edit != recording.arrays["mask"]).any(), name)
+
+
+class Parts(unittest.TestCase):
+    """Large batches are looked at in pieces of rows."""
+
+    def batch(self, rows: int):
+        rng = np.random.default_rng(0)
+        mask = np.arange(8) < np.array([2, 8, 3, 5, 2, 8, 3, 5])[:rows, None]
+        logps = -rng.exponential(size=mask.shape)
+        return make_batch(logps=logps, old_logps=logps + 0.1, mask=mask, advantages=rng.normal(size=rows))
+
+    def test_pieces_hold_every_row_once_without_the_columns_that_none_of_them_counts(self):
+        batch = self.batch(6)
+        parts = parts_of(batch, slots=16)
+        self.assertGreater(len(parts), 1)
+        self.assertEqual(sorted(torch.cat([part.rows for part in parts]).tolist()), list(range(6)))
+        self.assertLess(min(part.batch.mask.shape[1] for part in parts), 8)
+        self.assertEqual(sum(int(part.batch.mask.sum()) for part in parts), int(batch.mask.sum()))
+
+    def test_in_a_square_batch_advantages_may_stand_along_time_in_every_piece(self):
+        batch = self.batch(8)
+        recording = recording_from({"logps": batch.logps.numpy(), "mask": batch.mask.numpy()})
+        specs = [s for s in mistaken_specs(recording, Traits.of(batch)) if s.mistake == "advantages_aligned_with_time"]
+        self.assertTrue(specs)
+        for spec in specs:
+            whole = spec.make(batch).value
+            for part in parts_of(batch, slots=16):
+                torch.testing.assert_close(spec.make(part.batch).value, whole[part.rows])
+
 
 
 if __name__ == "__main__":

@@ -377,7 +377,9 @@ def _gap(fields: dict, batch: Batch, reported: _Reported, slack: float = 1.0) ->
         return None
 
 
-_OF_THE_SCALE = ("scale", "std_ddof", "std_eps", "std_guard")
+def _before_the_scale(fields: dict) -> dict:
+    """A rule's choices up to its baseline."""
+    return {name: value for name, value in fields.items() if name not in ("scale", "std_ddof", "std_eps", "std_guard")}
 
 
 def _made(fields: dict, batch: Batch) -> Tensor:
@@ -388,7 +390,7 @@ def _made(fields: dict, batch: Batch) -> Tensor:
     row = Row("rule", **fields)
     if row.scale != "token_std" or row.baseline == "given":
         return compute_advantages(row, batch)
-    before = {name: value for name, value in fields.items() if name not in _OF_THE_SCALE}
+    before = _before_the_scale(fields)
     coef = before.pop("kl_coef", 0.0) if row.kl_in_reward else 0.0
     plain = _unscaled(batch, **{**before, "kl": "none"})
     if coef:
@@ -447,6 +449,7 @@ def _one_slot_an_answer(batch: Batch, reported: _Reported) -> tuple[Batch, _Repo
         rewards = batch.token_level_rewards.sum(1)
     elif rewards is None and parts is not None:
         rewards = (parts * batch.reward_weights).nansum(1).masked_fill(parts.isnan().all(1), math.nan)
+    kl = None if batch.old_logps is None or batch.ref_logps is None else (batch.old_logps - batch.ref_logps).sum(1)
     own = (
         {}
         if batch.row_ids is not None
@@ -455,18 +458,13 @@ def _one_slot_an_answer(batch: Batch, reported: _Reported) -> tuple[Batch, _Repo
             "gen_rewards_per_func": parts,
             "gen_group_ids": batch.group_ids,
             "gen_lengths": batch.lengths,
-            "gen_kl": None if batch.old_logps is None or batch.ref_logps is None else _kl_sums(batch),
+            "gen_kl": kl,
             "row_ids": torch.arange(len(counted)),
         }
     )
     slim = {name: None for name in ("old_logps", "ref_logps", "token_level_rewards", "values", "advantages")}
     short = replace(batch, logps=torch.zeros(counted.shape, dtype=torch.float64), mask=counted, **slim, **own)
     return short, _Reported(torch.where(counted, per_answer, 0.0), counted, reported.tolerance)
-
-
-def _kl_sums(batch: Batch) -> Tensor:
-    """The k1 estimate of KL(old || reference) of each answer, sum over its tokens of l0 - lr. -> (N,)."""
-    return (batch.old_logps - batch.ref_logps).sum(1)
 
 
 def _has_singletons(batch: Batch) -> bool:
@@ -480,31 +478,31 @@ def _kl_in_reward(recording: Recording, batch: Batch, reported: _Reported, resul
         if batch.gen_kl is None:
             return
     known = recording.number("beta")
-    whole, short = (batch, reported), _one_slot_an_answer(batch, reported)
+    short = _one_slot_an_answer(batch, reported)
     for fields in rules(recording, batch):
         if fields.get("reward_parts") or fields["baseline"] in ("given", "best_minus_second"):
             continue
-        batch, reported = short if short is not None and _is_per_answer(fields) else whole
+        used, wanted = short if short is not None and _is_per_answer(fields) else (batch, reported)
         linear = fields["scale"] == "none"
         coefs = [known] if known else list(KL_IN_REWARD[:4])
         if linear and not known:
             try:
-                unscaled = {name: value for name, value in fields.items() if name not in _OF_THE_SCALE}
-                plain = _unscaled(batch, **unscaled, kl="none", kl_place="reward")
-                one = _unscaled(batch, **unscaled, kl="k1", kl_coef=1.0, kl_place="reward")
+                before = _before_the_scale(fields)
+                plain = _unscaled(used, **before, kl="none", kl_place="reward")
+                one = _unscaled(used, **before, kl="k1", kl_coef=1.0, kl_place="reward")
             except ValueError:
                 continue
             step = one - plain
             size = float((step * step).sum())
             if size == 0:
                 continue
-            coef = float(((reported.values - plain) * step).sum()) / size
+            coef = float(((wanted.values - plain) * step).sum()) / size
             near = [c for c in KL_IN_REWARD if abs(coef - c) < 2e-3 * c]
             coefs = near or ([coef] if coef > 1e-6 else [])
         for coef in coefs:
             result.tried += 1
             with_kl = {**fields, "kl": "k1", "kl_coef": coef, "kl_place": "reward"}
-            gap = _gap(with_kl, batch, reported, slack=3.0)
+            gap = _gap(with_kl, used, wanted, slack=3.0)
             if gap is not None:
                 if not _has_singletons(batch):
                     with_kl.pop("singleton", None)

@@ -113,8 +113,6 @@ class FirstFailure(unittest.TestResult):
     """Stops at the first failure or error, subtests included, and keeps its test and its message."""
 
     first: tuple[str, str] | None = None
-    failfast = True  # unittest then leaves a test at its first failing subtest, too
-
     def keep(self, test, problem) -> None:
         if self.first is None:
             kind, value, _ = problem
@@ -141,6 +139,7 @@ def suite_says(folder: Path) -> tuple[str, str]:
     for name in [name for name in sys.modules if f"{name}.py" in FILES]:
         del sys.modules[name]
     result = FirstFailure()
+    result.failfast = True  # unittest then leaves a test at its first failing subtest, too
     unittest.defaultTestLoader.loadTestsFromName("test_rl_lab").run(result)
     return result.first or ("", "")
 

@@ -12,7 +12,8 @@ def value_loss_and_slope(row: Row, vpreds: Tensor, old_values: Tensor | None, ta
     """Squared error of the critic with its clip, and its slope with respect to vpreds. [...] -> [...], [...].
 
     square: (V - G)^2, slope 2 (V - G). With V' = V0 + clip(V - V0, -c, c): clip_max takes the larger of both squares and
-    keeps the slope where the unclipped one is as large; clip_replace takes the square of V' and keeps the slope in the band.
+    keeps the slope in the band, where both are the same in mathematics but not after rounding, and where the unclipped one is
+    as large; clip_replace takes the square of V' and keeps the slope in the band.
     """
     error = vpreds - targets
     if row.value_loss == "square":
@@ -22,4 +23,4 @@ def value_loss_and_slope(row: Row, vpreds: Tensor, old_values: Tensor | None, ta
     if row.value_loss == "clip_replace":
         return clipped_error.square(), torch.where(inside, 2 * clipped_error, 0.0)
     loss = rl_lab.clipped_value_loss(vpreds, old_values, targets, row.value_clip)
-    return loss, torch.where(error.square() >= clipped_error.square(), 2 * error, 0.0)
+    return loss, torch.where(inside | (error.square() >= clipped_error.square()), 2 * error, 0.0)

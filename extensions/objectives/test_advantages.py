@@ -189,6 +189,18 @@ class Advantages(unittest.TestCase):
                 got = self.of(scaled, rewards=[1.0, 1.0, 2.0, 1.0], groups=[0, 0, 1, 1])
                 self.assert_all_close(got[2:], [wanted, -wanted])
 
+    def test_group_filter_of_a_micro_batch(self):
+        """Groups are those of the generation batch: rows 3, 0, 5 of rewards 1 1 | 1 0 | 0.5 0.5 keep row 3 alone."""
+        batch = make_batch(
+            logps=-torch.ones(3, dtype=torch.float64),
+            gen_rewards=[1.0, 1.0, 1.0, 0.0, 0.5, 0.5],
+            gen_group_ids=[0, 0, 1, 1, 2, 2],
+            row_ids=[3, 0, 5],
+        )
+        row = replace(ROWS["dapo"], overlong="none")
+        self.assertEqual(objectives.kept_rows(row, batch).tolist(), [True, False, False])
+        self.assert_all_close(evaluate(row, batch).weights[:, 0].tolist(), [1.0, 0.0, 0.0])
+
     def test_a_micro_batch_uses_its_generation_batch(self):
         """Advantages of the four generated answers, of which rows 3 and 0 are here: (0 - 0.5), (1 - 0.5)."""
         batch = self.batch(

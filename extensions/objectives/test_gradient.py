@@ -116,6 +116,47 @@ class GradientInClosedForm(GradientCase):
             other = {"vpreds": made["vpreds"], "entropies": made["entropies"]}
             objectives.loss_to_backpropagate(result, made["logps"].reshape(rows, width // 2, 2), **other)
 
+    def test_the_critics_slope_is_that_of_autograd(self):
+        """rl_lab.clipped_value_loss under autograd, on random numbers in both precisions. Inside the band V0 + (V - V0) rounds,
+        so that the clipped square may be an ulp larger than the other; a slope of 0 there is wrong by 2 |V - G|."""
+        generator = torch.Generator().manual_seed(5)
+        for dtype in (torch.float32, torch.float64):
+            values, moved, targets = torch.randn(3, 20_000, generator=generator, dtype=dtype)
+            vpreds = (values + 0.4 * moved).requires_grad_()
+            for name in ("square", "clip_max", "clip_replace"):
+                with self.subTest(name, dtype=dtype):
+                    row = replace(ROWS["ppo"], value_loss=name, value_clip=0.5)
+                    clipped = values + (vpreds - values).clamp(-row.value_clip, row.value_clip)
+                    losses = {
+                        "square": lambda: (vpreds - targets).square(),
+                        "clip_max": lambda: rl_lab.clipped_value_loss(vpreds, values, targets, row.value_clip),
+                        "clip_replace": lambda: (clipped - targets).square(),
+                    }[name]()
+                    (wanted,) = torch.autograd.grad(losses.sum(), vpreds)
+                    if name == "clip_max":  # at a tie autograd gives half to each branch: the whole inside the band, half beyond
+                        inside = (vpreds - values).abs() < row.value_clip
+                        wanted = torch.where(inside, 2 * (vpreds - targets), wanted)
+                    got_losses, got = objectives.value_loss_and_slope(row, vpreds.detach(), values, targets)
+                    torch.testing.assert_close(got_losses, losses.detach())
+                    torch.testing.assert_close(got, wanted.detach())
+
+    def test_the_entropy_term(self):
+        """loss -= coef * mean entropy / accumulation steps: entropies 1, 2, 3 on three tokens, coef 0.3, 2 steps: -0.3 * 2 / 2."""
+        batch = make_batch(
+            logps=[[-1.0, -1.0], [-1.0, 0.0]],
+            mask=[[True, True], [True, False]],
+            advantages=[0.0, 0.0],
+            entropies=[[1.0, 2.0], [3.0, 9.0]],
+            accumulation_steps=2,
+            dtype=torch.float64,
+        )
+        row = replace(ROWS["grpo"], baseline="given", scale="none", kl="none", entropy_coef=0.3)
+        for accumulation, steps in (("divide", 2), ("none", 1)):
+            result = evaluate(replace(row, accumulation=accumulation), batch)
+            self.assertAlmostEqual(result.entropy_loss.item(), -0.6 / steps, 12)
+            slope = [[-0.1 / steps, -0.1 / steps], [-0.1 / steps, 0.0]]
+            torch.testing.assert_close(result.dloss_dentropies, torch.tensor(slope, dtype=torch.float64))
+
     def test_nothing_is_learned_from_constants(self):
         """No gradient reaches rewards, old or reference log-probabilities: make_batch detaches, evaluate builds no graph."""
         batch = small_batch()

@@ -92,6 +92,18 @@ class SurrogatesAndKl(unittest.TestCase):
             result.dloss_dlogps[:, 0], torch.tensor([-1.0, 1.0, -4 * p * (1 - p) * 3], dtype=torch.float64)
         )
 
+    def test_vespo_cuts_its_logarithms(self):
+        """Token log-ratios 30 and -45 are cut to 20 and -20, their sum to 0: weight exp(lam - lam) = 1. A sum below log 1e-8 is
+        cut there: w = 1e-8, weight w^2 exp(3 - 3e-8) = 2.0e-15 with k 2 and lam 3."""
+        row = replace(ROWS["vespo@trl-1.16.0"], baseline="given", scale="none", reduction="sum_over_tokens")
+        for ratios, weight in (([30.0, -45.0], 1.0), ([-19.0, -19.0], 1e-16 * math.exp(3 - 3e-8)), ([25.0, 0.0], 0.0)):
+            batch = make_batch(
+                logps=[[-50.0 + r for r in ratios]], old_logps=[[-50.0, -50.0]], mask=[[True, True]], advantages=[1.0],
+                dtype=torch.float64,
+            )  # fmt: skip
+            slope = evaluate(row, batch).dloss_dlogps
+            torch.testing.assert_close(slope, torch.full_like(slope, -weight), msg=f"log-ratios {ratios}: {slope}")
+
     def test_gspo_forms_agree_while_the_advantage_is_one_per_answer(self):
         batch = small_batch()
         for low, high in ((3e-4, 4e-4), (0.2, 0.2), (5.0, 5.0)):

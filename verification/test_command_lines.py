@@ -841,8 +841,8 @@ class Importing(CommandCase):
         modules = [Path(name).stem for name in PROGRAMS]
         for folder in ("verification", "extensions"):
             modules += [
-                f"{folder}.{path.stem}"
-                for path in sorted((LAB / folder).glob("*.py"))
+                ".".join(path.relative_to(LAB).with_suffix("").parts)
+                for path in sorted((LAB / folder).rglob("*.py"))
                 if not path.stem.startswith(("test_", "__init__"))
             ]
         code = f"""

@@ -661,8 +661,7 @@ def save(figure, path: Path) -> bool:
 EXAMPLES = """\
 examples:
   python -B plot_results.py --input results --output training-curves.svg
-  python -B plot_results.py --input results-grpo-g2 results-grpo-g16 \\
-      --output group-sizes.png
+  python -B plot_results.py --input results-grpo-g2 results-grpo-g16 --output g.png
   python -B plot_results.py --input results --x samples --output samples.svg
   python -B plot_results.py --input results-chain --output chain.svg
   python -B plot_results.py --atoms --output atoms.svg"""

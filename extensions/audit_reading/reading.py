@@ -1,0 +1,176 @@
+"""From a recording to a Reading: guesses fitted on a sample, the best worked out, confirmed on all tokens and by the value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from extensions.audit_reading import counts, value
+from extensions.audit_reading.explain import NO_WEIGHT, Account, Guess, confirm, explain, weights
+from extensions.audit_reading.facts import Facts, facts_from, is_rollout
+from extensions.audit_reading.fit import fit_one, fit_two
+from extensions.audit_reading.gates import GATES, KL_FORMS, LAWS, LIKELIHOOD, NEEDS_OLD
+from extensions.audit_reading.other_terms import OtherTerms, read_other_terms
+
+WORKED_OUT = 6  # guesses that are worked out token by token
+DECIDES = 3  # of them, how many are confirmed on all tokens and by the value
+
+
+@dataclass
+class Reading:
+    """What the gradient says. `as_json` has the fixed names; `account` keeps the tokens for words and findings."""
+
+    gate: str | None = None
+    row_law: str | None = None
+    mask: str = "recorded"
+    sign: int = 1
+    normaliser: dict = field(default_factory=dict)
+    kl: str | None = None
+    kl_coef: float | None = None
+    kl_anchor: str | None = None
+    closed: list = field(default_factory=list)
+    factors: list = field(default_factory=list)
+    weight: str | None = None
+    other_terms: list = field(default_factory=list)
+    unexplained_tokens: int | None = None
+    value_predicted: float | None = None
+    value_recorded: float | None = None
+    value_form: str = ""
+    complete: bool = False
+    remarks: list[str] = field(default_factory=list)
+    account: Account | None = None
+    value: value.Value | None = None
+
+    def as_json(self) -> dict:
+        names = ("gate row_law mask sign normaliser kl kl_coef kl_anchor weight other_terms unexplained_tokens value_predicted "
+                 "value_recorded value_form complete remarks").split()
+        made = {name: getattr(self, name) for name in names}
+        made["closed"] = [x.as_json() for x in self.closed]
+        made["factors"] = ([{"kind": "weight", "quantity": self.weight, "side": "any A", "value": None, "tokens": None}] if self.weight else [])
+        made["factors"] += [x.as_json() for x in self.factors]
+        return made
+
+
+def read_loss(recording, advantages) -> Reading | None:
+    """The reading of one recorded batch of rollouts. None: no gradient of log-probabilities was recorded."""
+    arrays = recording.arrays
+    if "dloss_dlogps" not in arrays or "logps" not in arrays or advantages is None:
+        return None
+    if not np.isfinite(arrays["dloss_dlogps"][arrays["mask"]]).all():
+        return Reading(remarks=["the recorded gradient holds numbers that are not finite"])
+    with np.errstate(all="ignore"):
+        other = read_other_terms(recording)
+        every = facts_from(recording, advantages)
+        if not every[0].g.any():
+            return _without_gradient(every[0], other)
+        accounts = sorted((a for f in every for a in guesses(f)), key=lambda a: a.cost)
+        if not accounts:
+            return Reading(remarks=["no token has both an advantage and a gradient"])
+        return _decide(accounts[:DECIDES], other)
+
+
+def guesses(f: Facts) -> list[Account]:
+    """Accounts on a sample, best first: the plain ones, and where they leave something, those with a second term or a weight."""
+    t = f.sample()
+    found = _worked_out(_fitted(f, t, [NO_WEIGHT], [(None, None)]), t)
+    if found and _is_whole(found[0]):
+        return found
+    anchors = [name for name, there in (("ref", f.ref is not None), ("old", f.old is not None and bool(t.d.any()))) if there]
+    anchors += [n for n, x in f.extras.items() if is_rollout(n, x[f.mask] if x.shape == f.mask.shape else x)]
+    seconds = [(form, anchor) for anchor in anchors for form in KL_FORMS]
+    found += _worked_out(_fitted(f, t, [NO_WEIGHT], seconds), t)
+    found.sort(key=lambda a: a.cost)
+    others = [name for name in weights(f) if name != NO_WEIGHT]
+    if not (found and _is_whole(found[0])):
+        found += _worked_out(_fitted(f, t, others, [(None, None)]), t)
+        found.sort(key=lambda a: a.cost)
+    if others and not (found and _is_whole(found[0])):
+        found += _worked_out(_fitted(f, t, others, [s for s in seconds if s[1] == "ref"] or seconds), t)
+    if not (found and _is_whole(min(found, key=lambda a: a.cost))):
+        found += _worked_out(_fitted(f, t, [NO_WEIGHT], [(form, None) for form in LIKELIHOOD]), t)
+    return sorted(found, key=lambda a: a.cost)
+
+
+def _is_whole(a: Account) -> bool:
+    return not a.unexplained.any() and not a.uncovered.any() and not any(x.kind == "row" for x in a.factors) \
+        and not any(not x.natural for x in a.thresholds if x.tokens < 3) and len(a.thresholds) < 4 and len(a.factors) < 3
+
+
+def _fitted(f: Facts, t, weight_names, seconds) -> list[Guess]:
+    laws = {name: value for name, (_, make) in LAWS.items() if (value := make(f)) is not None}
+    seen, made = [], []
+    for name, value in laws.items():
+        shape = value / value.max()
+        if not any(np.allclose(shape, other, rtol=1e-9) for other in seen):
+            seen.append(shape)
+        else:
+            continue
+        law = value[t.row]
+        y = t.g / law
+        for gate in GATES:
+            if f.old is None and gate in NEEDS_OLD and gate != "token":
+                continue
+            for weight in weight_names:
+                p = -GATES[gate].slope(t) * weights(f)[weight](t)
+                if not np.isfinite(p).all() or not p.any():
+                    continue
+                for form, anchor in seconds:
+                    guess = Guess(f, gate, name, weight, form, anchor)
+                    q = guess.second(t)
+                    if q is not None and (not q.any() or not np.isfinite(q).all()):
+                        continue
+                    guess.fit = fit_one(y, p, f.tolerance) if q is None else fit_two(y, p, q, f.tolerance)
+                    if guess.fit is not None and guess.fit.kappa != 0:
+                        made.append(guess)
+    return made
+
+
+def _worked_out(found: list[Guess], t) -> list[Account]:
+    found = sorted(found, key=lambda g: -(g.fit.agree + 0.5 * g.fit.open) + 0.2 * list(GATES).index(g.gate))
+    # The tokens that two guesses agree on may be the same ones: the plainer comes first.
+    return sorted((explain(g, t) for g in found[:WORKED_OUT]), key=lambda a: a.cost)
+
+
+def _decide(accounts: list[Account], other: OtherTerms) -> Reading:
+    best = None
+    for account in accounts:
+        whole = confirm(account, account.guess.facts.all())
+        v = value.predict(whole, other.value)
+        price = account.cost + (2.0 if v.agrees is False else 0.0)
+        if best is None or price < best[0] - 1e-9:
+            best = (price, whole, v)
+        if v.agrees is not False and not whole.unexplained.any() and not whole.uncovered.any():
+            break
+    return _reading(best[1], best[2], other)
+
+
+def _reading(a: Account, v: value.Value, other: OtherTerms) -> Reading:
+    g = a.guess
+    kappa = abs(g.fit.kappa)
+    left = int(a.unexplained.sum() + a.uncovered.sum())
+    made = Reading(
+        gate=g.gate, row_law=g.law, mask=g.facts.mask_name, sign=1 if g.fit.kappa > 0 else -1,
+        normaliser={"value": 1 / kappa, "names": counts.named(1 / kappa, g.facts)},
+        closed=a.thresholds, factors=a.factors, weight=None if g.weight == NO_WEIGHT else g.weight,
+        other_terms=other.words, unexplained_tokens=left, value_predicted=v.predicted, value_recorded=v.recorded,
+        value_form=" + ".join(x for x in (v.policy, v.second) if x), account=a, value=v,
+    )
+    if g.form is not None:
+        made.kl, made.kl_anchor, made.kl_coef = g.form, g.anchor, g.fit.kb / g.fit.kappa
+    for x, edge in zip(a.thresholds, v.edges):
+        if edge is not None and not math.isinf(edge):
+            x.value = edge
+    if v.factor:
+        made.remarks.append(v.factor)
+    made.complete = left == 0 and v.agrees is not False and other.complete and not any(x.kind == "row" for x in a.factors)
+    return made
+
+
+def _without_gradient(f: Facts, other: OtherTerms) -> Reading:
+    recorded = f.recording.number("loss")
+    made = Reading(value_recorded=recorded, other_terms=other.words, remarks=["every token's gradient is 0"])
+    made.unexplained_tokens = int((f.mask & (np.broadcast_to(f.A, f.mask.shape) != 0)).sum())
+    made.complete = made.unexplained_tokens == 0
+    return made

@@ -222,6 +222,7 @@ class Recording:
     unread: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     low_precision: dict[str, str] = field(default_factory=dict)  # arrays stored below float32
+    extras: dict[str, np.ndarray] = field(default_factory=dict)  # arrays under names nothing here reads: a weight may be one
 
     def __contains__(self, name: str) -> bool:
         return name in self.arrays or name in self.numbers
@@ -609,6 +610,10 @@ def recording_from(raw: dict[str, np.ndarray | torch.Tensor]) -> Recording:
     low = {name: kind for name, kind in dtypes.items() if kind in ("float16", "bfloat16")}
     recording = Recording(arrays, numbers, max(eps, 2.0**-23), renamed, unread, [], low)
     _arrange(recording)
+    for name in unread:
+        value = raw[name].numpy() if isinstance(raw[name], torch.Tensor) else np.asarray(raw[name])
+        if value.dtype.kind == "f":
+            recording.extras[name] = value.astype(np.float64)
     return recording
 
 

@@ -38,6 +38,8 @@ class Threshold:
 
 
 RATIO = "ratio"
+MOVES = (RATIO, "p - p_old", "KL of token against rest, old to new")
+"""Quantities that a trust region is drawn in: closed above where A > 0, below where A < 0."""
 
 
 def quantities(t: Tokens, gate: str) -> dict[str, np.ndarray]:
@@ -54,7 +56,6 @@ def quantities(t: Tokens, gate: str) -> dict[str, np.ndarray]:
             made["KL of token against rest, old to new"] = np.nan_to_num(
                 np.sign(p - p0) * (p0 * (t.old - t.l) + (1 - p0) * np.log((1 - p0 + 1e-8) / (1 - p + 1e-8))))
         made["mean over the answer of l0 - l"] = -t.mean_gap
-        made["|l - l0|"] = abs(t.d)
     made |= structure(t)
     for name, values in f.extras.items():
         v = t.take(values)
@@ -111,31 +112,50 @@ def sides_of(A: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def cover(closed: np.ndarray, alive: np.ndarray, A: np.ndarray, table: dict[str, np.ndarray]) -> tuple[list[Threshold], np.ndarray]:
-    """Thresholds that explain the closed tokens, and the closed tokens that none explains."""
+    """Thresholds that explain the closed tokens, and the closed tokens that none explains: the cheaper of two orders."""
+    options = [_greedy(closed, alive, A, table, first) for first in ((), MOVES[:1], MOVES)]
+    return min(options, key=lambda x: (sum(0.6 if y.natural else 1.2 for y in x[0]) + x[1].sum()))
+
+
+def _greedy(closed, alive, A, table, first: tuple[str, ...]) -> tuple[list[Threshold], np.ndarray]:
+    """Always the threshold that covers most; those a clip makes on the quantities of `first` before all others."""
     left, found = closed.copy(), []
     sides = sides_of(A)
+    only = bool(first)
     while left.any() and len(found) < 6:
         best = None
         for place, (name, values) in enumerate(table.items()):
+            if only and name not in first:
+                continue
             for side, member in sides.items():
                 for above in (True, False):
-                    v = values if above else -values
-                    on = v[alive & member]
-                    edge = on.max() if len(on) else -np.inf
-                    hit = closed & member & (v > edge)
-                    gained = int((hit & left).sum())
-                    if not gained:
-                        continue
-                    natural = name == RATIO and side != "any A" and (above == (side == "A > 0") or above)
-                    if natural and above and edge < 1 - 1e-9 or natural and not above and -edge > 1 + 1e-9:
-                        natural = np.isinf(edge)
-                    score = gained - (0.5 if natural and above == (side == "A > 0") else 1.5 + 0.05 * place + 0.3 * (side != "any A"))
-                    if best is None or score > best[0]:
-                        beyond = v[hit].min()
-                        bounds = (edge, beyond) if above else (-edge, -beyond)
-                        best = (score, Threshold(side, name, above, *map(float, bounds), int(hit.sum()), natural), hit)
+                    made = _threshold(name, place, values, side, member, above, closed, alive, left)
+                    if made and (made[1].natural or not only) and (best is None or made[0] > best[0]):
+                        best = made
         if best is None or best[0] <= 0:
-            break
+            if not only:
+                break
+            only = False
+            continue
         found.append(best[1])
         left &= ~best[2]
     return found, left
+
+
+def _threshold(name, place, values, side, member, above, closed, alive, left):
+    """(score, threshold, tokens it closes) of one quantity on one side; None where it covers nothing that is left."""
+    v = values if above else -values
+    on = v[alive & member]
+    edge = on.max() if len(on) else -np.inf
+    hit = closed & member & (v > edge)
+    gained = int((hit & left).sum())
+    if not gained:
+        return None
+    still = 1.0 if name == RATIO else 0.0  # where the policy has not moved
+    outward = np.isinf(edge) or (edge >= still - 1e-6 if above else -edge <= still + 1e-6)
+    usual = above == (side == "A > 0")
+    natural = name in MOVES and side != "any A" and outward and (usual or above and name == RATIO)
+    price = 0.5 + 0.1 * MOVES.index(name) if natural and usual else 0.9 if natural else 1.5 + 0.05 * place + 0.3 * (side != "any A")
+    beyond = v[hit].min()
+    bounds = (edge, beyond) if above else (-edge, -beyond)
+    return gained - price, Threshold(side, name, above, *map(float, bounds), int(hit.sum()), natural), hit

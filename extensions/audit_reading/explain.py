@@ -13,6 +13,7 @@ from extensions.audit_reading.factors import Factor, leftovers
 from extensions.audit_reading.facts import Facts, Tokens, is_rollout
 from extensions.audit_reading.fit import NOISE, Fit, scale_of
 from extensions.audit_reading.gates import GATES, KL_FORMS, LAWS, LIKELIHOOD
+from extensions.audit_reading.solved import SolvedGate
 
 NO_WEIGHT = "1"
 
@@ -34,6 +35,12 @@ def weights(f: Facts) -> dict[str, object]:
     return made
 
 
+def row_mean_of(f: Facts, anchor: str, fn) -> np.ndarray:
+    """Mean over each answer of a function of l minus an anchor's log-probability."""
+    other = {"ref": f.ref, "old": f.old}.get(anchor)
+    return f.row_mean(fn(np.where(f.mask, f.l - (f.extras[anchor] if other is None else other), 0.0)))
+
+
 @dataclass
 class Guess:
     facts: Facts
@@ -43,18 +50,20 @@ class Guess:
     form: str | None = None
     anchor: str | None = None
     fit: Fit | None = None
-    slope_values: object = None  # a solved gate: (slope of a view, value of a view)
+    solved: SolvedGate | None = None  # a gate with constants of its own, instead of GATES[gate]
+    ties: list["Guess"] = field(default_factory=list)  # other gates and laws with the same gradient on this batch
 
     def parts(self, t: Tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
         """y = g / law, p and q with y = kappa p + kb q, and the law at each token."""
         law = LAWS[self.law][1](self.facts)[t.row]
-        slope = GATES[self.gate].slope(t) if self.slope_values is None else self.slope_values[0](t)
+        slope = self.solved.slope(t) if self.solved else GATES[self.gate].slope(t)
         p = -slope * weights(self.facts)[self.weight](t)
         return t.g / law, p, self.second(t), law
 
     def second(self, t: Tokens) -> np.ndarray | None:
         if self.form is None:
             return None
+        t.mean_of = lambda fn: row_mean_of(self.facts, self.anchor, fn)[t.row]
         form = KL_FORMS.get(self.form) or LIKELIHOOD[self.form]
         return form.slope(t.anchor(self.anchor) if self.anchor else t.l, t) * np.ones(len(t.l))
 
@@ -79,7 +88,7 @@ class Account:
     @cached_property
     def cost(self) -> float:
         g = self.guess
-        price = list(GATES).index(g.gate) * 0.05 if g.gate in GATES else 2.5
+        price = list(GATES).index(g.gate) * 0.05 if g.gate in GATES else 0.5 + 0.5 * len(g.solved.numbers)
         price += list(LAWS).index(g.law) * 0.02 + (1.2 if g.weight != NO_WEIGHT else 0)
         if g.form:
             price += 1.2 + 0.03 * (list(KL_FORMS) + list(LIKELIHOOD)).index(g.form) + (0.3 if g.anchor != "ref" else 0)
@@ -138,7 +147,7 @@ def explain(guess: Guess, t: Tokens) -> Account:
     made.uncovered = np.zeros(len(h), bool)
     if is_closed.any():
         made.thresholds, made.uncovered = closed_tokens.cover(
-            is_closed, is_open | left, t.A, closed_tokens.quantities(t, guess.gate if guess.slope_values is None else "token"))
+            is_closed, is_open | left, t.A, closed_tokens.quantities(t, guess.gate))
     return made
 
 
@@ -151,7 +160,7 @@ def confirm(found: Account, t: Tokens) -> Account:
     sides = closed_tokens.sides_of(t.A)
     rest = is_closed.copy()
     if found.thresholds:
-        table = closed_tokens.quantities(t, guess.gate if guess.slope_values is None else "token")
+        table = closed_tokens.quantities(t, guess.gate)
         for x in found.thresholds:
             v = table[x.quantity] if x.above else -table[x.quantity]
             member = sides[x.side]

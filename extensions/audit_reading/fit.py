@@ -100,6 +100,12 @@ def fit_two(y: np.ndarray, p: np.ndarray, q: np.ndarray, tolerance: float) -> Fi
     return _refined_two(kappa[best], kb[best], y, p, q, tolerance)
 
 
+def is_seen(fit: Fit, y: np.ndarray, p: np.ndarray, q: np.ndarray, tolerance: float) -> bool:
+    """Whether both terms are more than rounding on at least three tokens."""
+    seen = [int((abs(c * x) > 30 * tolerance * abs(y) + 30 * NOISE * abs(fit.kb)).sum()) for c, x in ((fit.kappa, p), (fit.kb, q))]
+    return min(seen) >= min(3, len(y)) and fit.open > 0
+
+
 def _refined_two(kappa: float, kb: float, y, p, q, tolerance) -> Fit:
     slack = 10.0
     for _ in range(3):
@@ -113,6 +119,8 @@ def _refined_two(kappa: float, kb: float, y, p, q, tolerance) -> Fit:
         M = np.stack([np.where(is_open, p, 0.0)[keep], q[keep]], 1)
         # Every token counts by its own size: the error is relative.
         weight = 1 / np.maximum(abs(y[keep]), 1e-3 * abs(y[keep]).max())
+        if not np.isfinite(M).all() or not np.isfinite(weight).all():
+            break
         solved, _, rank, singular = np.linalg.lstsq(M * weight[:, None], y[keep] * weight, rcond=None)
         if rank < 2 or singular[0] > 1e7 * singular[-1]:
             break

@@ -95,6 +95,8 @@ KL_FORMS: dict[str, Form] = {
     "k3 times sg[ratio]": Form("sg[r] k3", lambda d, t: t.r * (1 - _exp(-d)), {"r k3": lambda d, t: t.r * _k3(d)}),
     "k2 times sg[ratio]": Form("sg[r] d^2 / 2", lambda d, t: t.r * d, {"r k2": lambda d, t: t.r * d**2 / 2, "r k3": lambda d, t: t.r * _k3(d),
                                                                          "r k1": lambda d, t: t.r * d}),
+    "k3 times answer's ratio": Form("rho k3", lambda d, t: _exp(t.mean_gap) * (1 - _exp(-d) + t.mean_of(_k3)), {"rho k3": lambda d, t: _exp(t.mean_gap) * _k3(d)}),
+    "k3 times sg[answer's ratio]": Form("sg[rho] k3", lambda d, t: _exp(t.mean_gap) * (1 - _exp(-d)), {"rho k3": lambda d, t: _exp(t.mean_gap) * _k3(d)}),
     "k3 of -d": Form("exp(d) - d - 1", lambda d, t: _exp(d) - 1, {"k3 of -d": lambda d, t: _exp(d) - d - 1}, "kl_direction"),
     "k3 score": Form("sg[k3] l", lambda d, t: _k3(d), {"k3 l": lambda d, t: _k3(d) * t.l}),
     "ratio": Form("exp(d)", lambda d, t: _exp(d), {"exp(d)": lambda d, t: _exp(d)}, "kl_ratio_for_log_ratio"),

@@ -14,6 +14,23 @@ class OtherTerms:
     value: float = 0.0
     words: list[dict] = field(default_factory=list)
     complete: bool = True
+    width: "Width | None" = None  # the critic's clip, to be solved from the value of the loss
+
+
+@dataclass
+class Width:
+    """The clipped part of a critic's loss as a function of its width: a + b c + e c^2."""
+
+    a: float
+    b: float
+    e: float
+    most: float
+
+    def solve(self, wanted: float) -> float | None:
+        """The width in (0, most] at which the clipped part is `wanted`."""
+        roots = np.roots([self.e, self.b, self.a - wanted]) if self.e else np.array([])
+        found = [float(x.real) for x in roots if abs(x.imag) < 1e-9 and 0 < x.real <= self.most * (1 + 1e-5)]
+        return found[0] if len(found) == 1 else None
 
 
 def laws(mask: np.ndarray) -> dict[str, np.ndarray]:
@@ -67,7 +84,6 @@ def _critic(recording, made: OtherTerms, tolerance: float) -> None:
     if closed.any() and old is not None:
         v, v0, target = V[mask][closed], old[mask][closed], G[mask][closed]
         gap = abs(v - v0)
-        open_gap = abs(V - old)[mask][~closed]
         width = recording.number("value_clip")
         words["clip"] = {"low": None, "high": float(gap.min())}
         if width is None or width > gap.min() + 1e-6:
@@ -77,7 +93,9 @@ def _critic(recording, made: OtherTerms, tolerance: float) -> None:
             clipped = v0 + np.clip(v - v0, -width, width)
             value += float((c / 2 * weight[closed] * (clipped - target) ** 2).sum())
         else:
-            words["solve_width"] = True
+            sign, start = np.sign(v - v0), v0 - target
+            c2 = c / 2 * weight[closed]
+            made.width = Width(float((c2 * start**2).sum()), float((2 * c2 * start * sign).sum()), float(c2.sum()), float(gap.min()))
     made.value += value
     made.complete &= left == 0
     words["unexplained"] = left

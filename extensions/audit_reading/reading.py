@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from extensions.audit_reading import counts, value
 from extensions.audit_reading.explain import NO_WEIGHT, Account, Guess, confirm, explain, weights
 from extensions.audit_reading.facts import Facts, facts_from, is_rollout
-from extensions.audit_reading.fit import fit_one, fit_two
+from extensions.audit_reading.fit import fit_one, fit_two, is_seen
 from extensions.audit_reading.gates import GATES, KL_FORMS, LAWS, LIKELIHOOD, NEEDS_OLD
 from extensions.audit_reading.other_terms import OtherTerms, read_other_terms
+from extensions.audit_reading.solved import SOLVERS
 
 WORKED_OUT = 6  # guesses that are worked out token by token
 DECIDES = 3  # of them, how many are confirmed on all tokens and by the value
@@ -77,6 +78,10 @@ def guesses(f: Facts) -> list[Account]:
     found = _worked_out(_fitted(f, t, [NO_WEIGHT], [(None, None)]), t)
     if found and _is_whole(found[0]):
         return found
+    found += _worked_out(_solved(f, t), t)
+    found.sort(key=lambda a: a.cost)
+    if found and _is_whole(found[0]):
+        return found
     anchors = [name for name, there in (("ref", f.ref is not None), ("old", f.old is not None and bool(t.d.any()))) if there]
     anchors += [n for n, x in f.extras.items() if is_rollout(n, x[f.mask] if x.shape == f.mask.shape else x)]
     seconds = [(form, anchor) for anchor in anchors for form in KL_FORMS]
@@ -86,8 +91,9 @@ def guesses(f: Facts) -> list[Account]:
     if not (found and _is_whole(found[0])):
         found += _worked_out(_fitted(f, t, others, [(None, None)]), t)
         found.sort(key=lambda a: a.cost)
-    if others and not (found and _is_whole(found[0])):
-        found += _worked_out(_fitted(f, t, others, [s for s in seconds if s[1] == "ref"] or seconds), t)
+    if others and f.ref is not None and not (found and _is_whole(found[0])):
+        plain = [(form, "ref") for form in ("k3", "k2", "k1", "k3 times ratio", "k1 times ratio")]
+        found += _worked_out(_fitted(f, t, others, plain), t)
     if not (found and _is_whole(min(found, key=lambda a: a.cost))):
         found += _worked_out(_fitted(f, t, [NO_WEIGHT], [(form, None) for form in LIKELIHOOD]), t)
     return sorted(found, key=lambda a: a.cost)
@@ -122,28 +128,95 @@ def _fitted(f: Facts, t, weight_names, seconds) -> list[Guess]:
                     if q is not None and (not q.any() or not np.isfinite(q).all()):
                         continue
                     guess.fit = fit_one(y, p, f.tolerance) if q is None else fit_two(y, p, q, f.tolerance)
-                    if guess.fit is not None and guess.fit.kappa != 0:
-                        made.append(guess)
+                    if guess.fit is None or guess.fit.kappa == 0 or q is not None and not is_seen(guess.fit, y, p, q, f.tolerance):
+                        continue
+                    made.append(guess)
+    return made
+
+
+def _solved(f: Facts, t) -> list[Guess]:
+    """Gates whose constants are solved first, under the two common laws."""
+    made = []
+    for law in ("equal", "1/T"):
+        y = t.g / LAWS[law][1](f)[t.row]
+        for solver in SOLVERS:
+            gate = solver(f, t, y)
+            if gate is not None:
+                guess = Guess(f, gate.name, law, solved=gate)
+                guess.fit = fit_one(y, -gate.slope(t), 10 * f.tolerance)
+                if guess.fit is not None and guess.fit.kappa > 0:
+                    made.append(guess)
     return made
 
 
 def _worked_out(found: list[Guess], t) -> list[Account]:
-    found = sorted(found, key=lambda g: -(g.fit.agree + 0.5 * g.fit.open) + 0.2 * list(GATES).index(g.gate))
-    # The tokens that two guesses agree on may be the same ones: the plainer comes first.
-    return sorted((explain(g, t) for g in found[:WORKED_OUT]), key=lambda a: a.cost)
+    place = {name: k for k, name in enumerate(GATES)}
+    found = sorted(found, key=lambda g: -(g.fit.agree + 0.5 * g.fit.open) + 0.2 * place.get(g.gate, 0))
+    chosen: list[tuple[Guess, np.ndarray]] = []
+    for g in found:
+        _, p, q, law = g.parts(t)
+        total = (g.fit.kappa * p + (0 if q is None else g.fit.kb * q)) * law
+        for other, shape in chosen:
+            # The same gradient on every token of this batch: one account stands for both, and the value may decide.
+            if (abs(total - shape) <= 3 * f_tolerance(g) * abs(shape)).all() and (g.form, g.anchor) == (other.form, other.anchor):
+                other.ties.append(g)
+                break
+        else:
+            if len(chosen) == WORKED_OUT:
+                break
+            chosen.append((g, total))
+    return sorted((_cheapest_tie(g, t) for g, _ in chosen), key=lambda a: a.cost)
+
+
+def _cheapest_tie(g: Guess, t) -> Account:
+    """Closed tokens tell gates apart that agree on every open one: the ratio they are closed by."""
+    best = explain(g, t)
+    if best.is_closed.any():
+        for tie in g.ties[:8]:
+            other = explain(tie, t)
+            if other.cost < best.cost - 1e-9:
+                other.guess.ties = [x for x in (g, *g.ties) if x is not tie]
+                best = other
+    return best
+
+
+def f_tolerance(g: Guess) -> float:
+    return g.facts.tolerance
 
 
 def _decide(accounts: list[Account], other: OtherTerms) -> Reading:
     best = None
     for account in accounts:
-        whole = confirm(account, account.guess.facts.all())
-        v = value.predict(whole, other.value)
+        whole, v = _by_value(account, other)
         price = account.cost + (2.0 if v.agrees is False else 0.0)
         if best is None or price < best[0] - 1e-9:
             best = (price, whole, v)
         if v.agrees is not False and not whole.unexplained.any() and not whole.uncovered.any():
             break
     return _reading(best[1], best[2], other)
+
+
+def _by_value(account: Account, other: OtherTerms) -> tuple[Account, value.Value]:
+    """The account on all tokens; where its value does not fit, that of a tie whose value does."""
+    t = account.guess.facts.all()
+    whole = confirm(account, t)
+    v = value.predict(whole, other.value)
+    if v.agrees is False:
+        for tie in account.guess.ties[:12]:
+            twin = confirm(replace(account, guess=tie), t)
+            w = value.predict(twin, other.value)
+            if w.agrees:
+                return twin, w
+    if v.agrees is False and other.width is not None:
+        blind = value.predict(whole, other.value, blind=True)
+        width = other.width.solve(v.recorded - blind.predicted)
+        if width is not None:
+            critic = next(w for w in other.words if w["term"] == "critic")
+            critic["clip"]["value"] = width
+            blind.recorded = blind.predicted = v.recorded
+            blind.agrees, blind.solved = True, 1
+            return whole, blind
+    return whole, v
 
 
 def _reading(a: Account, v: value.Value, other: OtherTerms) -> Reading:

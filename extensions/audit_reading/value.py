@@ -26,6 +26,7 @@ class Value:
     edges: list[float | None] = field(default_factory=list)  # of each threshold, where solved or confirmed
     solved: int = 0  # widths that were fitted to this one number
     factor: str = ""
+    dropped: list[int] = field(default_factory=list)  # thresholds whose tokens count 0 in the value
 
 
 def edge_candidates(threshold, number) -> list[float]:
@@ -44,10 +45,10 @@ def edge_candidates(threshold, number) -> list[float]:
     return list(dict.fromkeys(made))
 
 
-def predict(account: Account, other_terms: float) -> Value:
-    """other_terms: entropy bonus and critic's loss, already weighed."""
+def predict(account: Account, other_terms: float, blind: bool = False) -> Value:
+    """other_terms: entropy bonus and critic's loss, already weighed. blind: without looking at the recorded loss."""
     guess, t = account.guess, account.t
-    recorded = guess.facts.recording.number("loss")
+    recorded = None if blind else guess.facts.recording.number("loss")
     kappa, kb = guess.fit.kappa, guess.fit.kb
     w = weights(guess.facts)[guess.weight](t) * np.ones(len(t.l))
     seconds = {"": np.zeros(len(t.l))}
@@ -55,29 +56,30 @@ def predict(account: Account, other_terms: float) -> Value:
         form = KL_FORMS.get(guess.form) or LIKELIHOOD[guess.form]
         d = t.anchor(guess.anchor) if guess.anchor else t.l
         seconds = {name: fn(d, t) for name, fn in form.values.items()}
-    values = GATES[guess.gate].values if guess.slope_values is None else guess.slope_values[1]
+    values = guess.solved.values if guess.solved else GATES[guess.gate].values
+    t.mean_of = None
     h = np.where(account.is_closed, 0.0, np.where(account.silent, 1.0, np.where(np.isfinite(account.h), account.h, 0.0)))
+    if guess.solved and guess.solved.keeps_closed:
+        h = np.where(account.is_closed, 1.0, h)
     # Tokens closed by each threshold, the first that closes them.
     from extensions.audit_reading.closed import quantities, sides_of
 
-    parts, edges = [], []
-    left = account.is_closed.copy()
-    if account.thresholds:
-        table, sides = quantities(t, guess.gate if guess.slope_values is None else "token"), sides_of(t.A)
+    closing, edges = [], []
+    if account.thresholds and not (guess.solved and guess.solved.keeps_closed):
+        table, sides = quantities(t, guess.gate), sides_of(t.A)
         for x in account.thresholds:
             v = table[x.quantity]
-            hit = left & sides[x.side] & ((v > x.low) if x.above else (v < x.low))
-            left &= ~hit
-            parts.append(float((account.law * w * t.A)[hit].sum()) if x.quantity == RATIO else 0.0)
+            closing.append(account.is_closed & sides[x.side] & ((v > x.low) if x.above else (v < x.low)))
             edges.append(x)
+    weight = account.law * w * t.A
     best = None
     for (policy, value), (second, kl) in itertools.product(values.items(), seconds.items()):
         J = np.nan_to_num(value(t) * w * h)
         terms = -kappa * account.law * J + (kb * account.law * kl)
         fixed = float(terms.sum()) + other_terms
-        size = float(abs(terms).sum()) + abs(other_terms) + abs(kappa) * sum(map(abs, parts))
+        size = float(abs(terms).sum()) + abs(other_terms) + abs(kappa) * float(abs(weight[account.is_closed]).sum())
         slack = VALUE_AGREES * (guess.facts.tolerance / 3e-5) * size + 1e-9
-        made = _with_edges(fixed, -kappa, parts, edges, recorded, slack, guess.facts.recording.number)
+        made = _best_edges(fixed, -kappa, weight, closing, edges, recorded, slack, guess.facts.recording.number)
         made.policy, made.second = policy, second
         if made.agrees or recorded is None:
             return made
@@ -100,6 +102,30 @@ def _factor(facts, predicted: float, recorded: float, slack: float) -> str:
             if abs(predicted * value**power - recorded) <= slack * value:
                 return text
     return ""
+
+
+def _best_edges(fixed, scale, weight, closing, thresholds, recorded, slack, number) -> Value:
+    """A token closed by a clip has its threshold times A as value; one that was dropped has 0: each is tried for each."""
+    best = None
+    ratio = [k for k, x in enumerate(thresholds) if x.quantity == RATIO]
+    always = [k for k, x in enumerate(thresholds) if x.quantity != RATIO]
+    for few in itertools.chain.from_iterable(itertools.combinations(ratio, n) for n in range(min(len(ratio), 3) + 1)):
+        dropped = [*always, *few]
+        taken = np.zeros(len(weight), bool)
+        for k in dropped:
+            taken |= closing[k]
+        parts = [0.0] * len(thresholds)
+        for k in ratio:
+            if k not in few:
+                parts[k] = float(weight[closing[k] & ~taken].sum())
+                taken = taken | closing[k]
+        made = _with_edges(fixed, scale, parts, thresholds, recorded, slack, number)
+        made.dropped = dropped
+        if made.agrees or recorded is None:
+            return made
+        if best is None or abs(made.predicted - recorded) < abs(best.predicted - recorded):
+            best = made
+    return best
 
 
 def _with_edges(fixed, scale, parts, thresholds, recorded, slack, number) -> Value:

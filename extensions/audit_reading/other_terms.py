@@ -25,11 +25,12 @@ class Width:
     b: float
     e: float
     most: float
+    least: float = 0.0
 
     def solve(self, wanted: float) -> float | None:
         """The width in (0, most] at which the clipped part is `wanted`."""
         roots = np.roots([self.e, self.b, self.a - wanted]) if self.e else np.array([])
-        found = [float(x.real) for x in roots if abs(x.imag) < 1e-9 and 0 < x.real <= self.most * (1 + 1e-5)]
+        found = [float(x.real) for x in roots if abs(x.imag) < 1e-9 and self.least - 1e-6 <= x.real <= self.most * (1 + 1e-5)]
         return found[0] if len(found) == 1 else None
 
 
@@ -96,6 +97,9 @@ def _critic(recording, made: OtherTerms, tolerance: float) -> None:
             sign, start = np.sign(v - v0), v0 - target
             c2 = c / 2 * weight[closed]
             made.width = Width(float((c2 * start**2).sum()), float((2 * c2 * start * sign).sum()), float(c2.sum()), float(gap.min()))
+            still = abs(V - old)[mask][~closed & (error != 0)]
+            if len(still) and still.max() < gap.min():  # closed by distance alone: no larger of two squares
+                made.width.least = words["clip"]["low"] = float(still.max())
     made.value += value
     made.complete &= left == 0
     words["unexplained"] = left

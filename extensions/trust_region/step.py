@@ -58,7 +58,8 @@ def conjugate_gradients(product: Callable[[Vectors], Vectors], right: Vectors, s
     """
     x = [torch.zeros_like(b) for b in right]
     residual, direction = [b.clone() for b in right], [b.clone() for b in right]
-    squared = start = dot(residual, residual).item()
+    squared = start = least = dot(residual, residual).item()
+    best = x
     for _ in range(steps):
         if squared <= RESIDUAL * start:
             break
@@ -70,8 +71,10 @@ def conjugate_gradients(product: Callable[[Vectors], Vectors], right: Vectors, s
         x = [a + length * d for a, d in zip(x, direction)]
         residual = [r - length * m for r, m in zip(residual, moved)]
         last, squared = squared, dot(residual, residual).item()
+        if squared < least:  # once rounding is all that is left, further steps make it worse
+            least, best = squared, x
         direction = [r + squared / last * d for r, d in zip(residual, direction)]
-    return x
+    return best
 
 
 class Step(NamedTuple):

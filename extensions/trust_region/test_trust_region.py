@@ -78,7 +78,7 @@ class Step(NumberCase):
         dense = dense_hessian(lambda x: kl_old_current(logits[states], x[states]).mean(), parameter)
         for damping in (0.0, 0.1):
             x = conjugate_gradients(lambda v: fisher_vector_product(mean_kl, [parameter], v, damping), [gradient], 60)[0]
-            wanted = torch.linalg.pinv(dense + damping * torch.eye(len(dense))) @ gradient.flatten()
+            wanted = torch.linalg.pinv(dense + damping * torch.eye(len(dense), dtype=torch.float64)) @ gradient.flatten()
             self.assertClose(x.flatten(), wanted, says=f"F^+ g, damping {damping}")
         with self.subTest("two tensors are one vector"):
             a, b = f64([3.0]), f64([[1.0], [2.0]])

@@ -17,7 +17,7 @@ import torch
 from extensions import objectives
 from extensions.objectives import ROWS, evaluate
 
-CAPTURES = Path(objectives.__file__).parents[1] / "captures"
+CAPTURES = Path(objectives.__file__).parents[1] / "audit" / "captures"
 
 
 @lru_cache

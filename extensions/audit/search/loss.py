@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import rl_lab
-from extensions.audit_forms import (
+from extensions.audit.search.forms import (
     CLIP_PAIRS,
     INF,
     KL_COEFS,
@@ -46,7 +46,7 @@ from extensions.audit_forms import (
     seen_thresholds,
     without_far_rows,
 )
-from extensions.audit_read import Recording
+from extensions.audit.read.recording import Recording
 from extensions.objectives import ROWS, Batch, Row
 
 ENTROPY_COEFS = (0.01, 0.001, 0.005, 0.02, 0.05, 0.1, 0.002, 0.003, 0.0005, 0.0001)

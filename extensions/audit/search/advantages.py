@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from extensions.audit_read import Recording
-from extensions.audit_forms import last_counted
+from extensions.audit.read.recording import Recording
+from extensions.audit.search.forms import last_counted
 from extensions.objectives import (
     ROWS,
     Batch,

@@ -11,9 +11,9 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Sequence
 
-from extensions import audit_search
-from extensions.audit_mistakes import SEVERITIES, Finding
-from extensions.audit_search import Match
+from extensions.audit.search import loss as loss_search
+from extensions.audit.catalogue import SEVERITIES, Finding
+from extensions.audit.search.loss import Match
 
 
 @dataclass
@@ -73,7 +73,7 @@ def match_json(m: Match) -> dict:
         "by": m.by,
         "gradient_residual": m.residual,
         "loss_difference": m.gap,
-        "rows": audit_search.rows_with(m.fields),
+        "rows": loss_search.rows_with(m.fields),
         "in_words": m.label(),
         **({"mistakes": list(m.mistakes)} if m.mistakes else {}),
         **({"remarks": list(m.remarks)} if m.remarks else {}),

@@ -34,16 +34,16 @@ import numpy as np
 import torch
 
 import rl_lab
-from extensions.audit import audit
-from extensions.audit_advantages import is_environment
-from extensions.audit_declared import Declared
-from extensions.audit_forms import shifted
-from extensions.audit_preferences import is_preference
-from extensions.audit_read import read_recording, recording_from
-from extensions.audit_report import Report, printed
+from extensions.audit.run import audit
+from extensions.audit.search.advantages import is_environment
+from extensions.audit.declared import Declared
+from extensions.audit.search.forms import shifted
+from extensions.audit.search.pairs import is_preference
+from extensions.audit.read.recording import read_recording, recording_from
+from extensions.audit.say.report import Report, printed
 from extensions.objectives import PREFERENCE_ROWS, ROWS
 
-CAPTURES = Path(__file__).parent / "captures"
+CAPTURES = Path(__file__).parents[1] / "captures"
 INF = math.inf
 
 
@@ -754,7 +754,7 @@ def advantage_plants(entry: dict, arrays: dict) -> Iterator[Planted]:
 
 def time_plants(entry: dict, arrays: dict) -> Iterator[Planted]:
     """Mistakes of flags, bootstraps and slots in one rollout of an environment, in plain loops over time."""
-    from extensions.audit_advantages import timeline
+    from extensions.audit.search.advantages import timeline
 
     recording = recording_from(arrays)
     if not is_environment(recording):

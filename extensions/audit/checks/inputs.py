@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 import rl_lab
-from extensions.audit_advantages import in_level_group
-from extensions.audit_mistakes import Finding, finding
-from extensions.audit_read import Recording
-from extensions.audit_forms import last_counted, mask_edits
+from extensions.audit.search.advantages import in_level_group
+from extensions.audit.catalogue import Finding, finding
+from extensions.audit.read.recording import Recording
+from extensions.audit.search.forms import last_counted, mask_edits
 
 # ------------------------------------------------------------------------------------------ the batch in words
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import rl_lab
-from extensions.audit_read import Recording
+from extensions.audit.read.recording import Recording
 from extensions.objectives import Batch, Row, evaluate, make_batch
 
 INF = math.inf

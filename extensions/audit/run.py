@@ -5,17 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from extensions.audit.catalogue import SEVERITIES, Finding
-from extensions.audit.checks import inputs as checks
+from extensions.audit.checks.inputs import describe_batch, input_findings
+from extensions.audit.checks.metrics import metric_findings
 from extensions.audit.declared import Declared
 from extensions.audit.read.recording import Recording, check_numbers
 from extensions.audit.say.advantages import say_advantages, say_time
 from extensions.audit.say.loss import LossVerdict, say_value_loss
 from extensions.audit.say.pairs import say_pairs
 from extensions.audit.say.report import Report
-from extensions.audit.search import advantages as advantage_search
-from extensions.audit.search import loss as loss_search
-from extensions.audit.search import pairs as pair_search
-from extensions.objectives import ROWS, Row
+from extensions.audit.search.advantages import search_advantages
+from extensions.audit.search.loss import search_loss
+from extensions.audit.search.over_time import is_environment
+from extensions.audit.search.pairs import is_preference
+from extensions.audit.search.rules import advantage_batch
+from extensions.objectives import ROWS, Row, compute_advantages
 
 
 def audit(recording: Recording, declared: Declared | None = None, numbers: dict[str, float] | None = None) -> Report:
@@ -23,16 +26,16 @@ def audit(recording: Recording, declared: Declared | None = None, numbers: dict[
     recording.numbers |= numbers or {}
     check_numbers(recording.numbers)
     report = Report(remarks=list(recording.remarks))
-    checks.describe_batch(recording, report.batch, report.words)
-    report.findings += checks.input_findings(recording)
+    describe_batch(recording, report.batch, report.words)
+    report.findings += input_findings(recording)
     with np.errstate(all="ignore"):
-        if pair_search.is_preference(recording):
+        if is_preference(recording):
             say_pairs(recording, declared, report)
-        elif advantage_search.is_environment(recording):
+        elif is_environment(recording):
             say_time(recording, report)
         else:
             _audit_rollout(recording, declared, report)
-    report.findings += checks.metric_findings(recording, report.lines.setdefault("metrics", []))
+    report.findings += metric_findings(recording, report.lines.setdefault("metrics", []))
     order = {name: place for place, name in enumerate(reversed(SEVERITIES))}
     seen: dict[tuple, Finding] = {}
     for f in report.findings:
@@ -50,7 +53,7 @@ def _audit_rollout(recording: Recording, declared: Declared | None, report: Repo
         report.lines["advantages"] = ["not checked: nothing to compute them from"]
         report.lines["loss"] = ["not checked: no per-token array"]
         return
-    advantages = advantage_search.search_advantages(recording)
+    advantages = search_advantages(recording)
     say_advantages(recording, declared, advantages, report)
     arrays = recording.arrays
     if "vpreds" in arrays and "logps" not in arrays and "loss_mat" not in arrays:
@@ -73,7 +76,7 @@ def _audit_rollout(recording: Recording, declared: Declared | None, report: Repo
         A = _advantages_for(recording, declared, report)
     elif A is None and "loss_mat" not in arrays:
         report.remarks.append("neither advantages nor rewards were recorded: the loss is read as a plain likelihood (A = 1)")
-    result = loss_search.search_loss(recording, A, declared=wanted)
+    result = search_loss(recording, A, declared=wanted)
     LossVerdict(recording, declared, wanted, advantages, result, report).say()
 
 
@@ -91,14 +94,14 @@ def _advantages_for(recording: Recording, declared: Declared | None, report: Rep
             k: getattr(row, k) for k in ("baseline", "scale", "credit", "gamma", "lam", "std_ddof", "std_eps", "std_guard")
         }
         try:
-            batch = advantage_search.advantage_batch(recording)
+            batch = advantage_batch(recording)
             missing = (
                 {"missing_reward": "exclude"} if batch.rewards is not None and bool(batch.rewards.isnan().any()) else {}
             )
-            made = advantage_search.compute_advantages(Row("rule", singleton="zero", **missing, **fields), batch).numpy()
+            made = compute_advantages(Row("rule", singleton="zero", **missing, **fields), batch).numpy()
         except (ValueError, TypeError):
             continue
-        result = loss_search.search_loss(recording, made, look_for_mistakes=False)
+        result = search_loss(recording, made, look_for_mistakes=False)
         if result.matches and not result.zero and (best is None or result.matches[0].order < best[0]):
             best = (result.matches[0].order, name, made)
         elif best is None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import unittest
+from dataclasses import replace
 
 import numpy as np
 
-from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 from extensions.audit import audit
-from extensions.audit.proof import selftest
+from extensions.audit.proof import table
+from extensions.audit.proof.plant_loss import Plant, naive_loss
+from extensions.audit.proof.table import COLUMNS, all_plants, clean_problem, judge, measure, totals
+from extensions.audit.proof.truth import CAPTURES, load, manifest, truth_of
 from extensions.audit.read.recording import read_recording
 from extensions.audit.say.report import Report
 from extensions.audit.testing import audited
+from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 
 
 class Captures(unittest.TestCase):
@@ -31,35 +35,35 @@ class Captures(unittest.TestCase):
     )
 
     def entries(self):
-        return [entry for entry in selftest.manifest() if entry["file"].startswith(self.FILES)]
+        return [entry for entry in manifest() if entry["file"].startswith(self.FILES)]
 
     def test_clean_captures(self):
         self.assertEqual(len(self.entries()), len(self.FILES))
         for entry in self.entries():
             with self.subTest(entry["file"]):
-                arrays = selftest.load(entry["file"])
-                report = audit(read_recording(selftest.CAPTURES / entry["file"]))
-                self.assertIsNone(selftest.clean_problem(entry, arrays, report, False))
+                arrays = load(entry["file"])
+                report = audit(read_recording(CAPTURES / entry["file"]))
+                self.assertIsNone(clean_problem(entry, arrays, report, False))
 
     def test_the_planters_right_version_is_the_trainers(self):
-        for entry in selftest.manifest():
-            arrays = selftest.load(entry["file"])
-            truth = selftest.truth_of(entry, arrays)
+        for entry in manifest():
+            arrays = load(entry["file"])
+            truth = truth_of(entry, arrays)
             if truth is None or "rho" in arrays:
                 continue
             with self.subTest(entry["file"]):
-                loss, gradient = selftest.naive_loss(selftest.Plant(truth, arrays))
+                loss, gradient = naive_loss(Plant(truth, arrays))
                 self.assertAlmostEqual(loss, float(arrays["loss"]), delta=2e-6)
                 np.testing.assert_allclose(gradient, arrays["dloss_dlogps"], atol=2e-7)
 
     def test_planted_mistakes(self):
-        plants = [p for p in selftest.all_plants(lambda file: file.startswith(self.FILES))]
+        plants = [p for p in all_plants(lambda file: file.startswith(self.FILES))]
         chosen = list({p.mistake: p for p in plants}.values())
         self.assertGreater(len(chosen), 35)
         for column, plants_here, bar in ((0, chosen[::3], 0.95), (1, chosen[1::6], 0.8)):
-            scores = selftest.measure(iter(plants_here), selftest.COLUMNS[column : column + 1])
+            scores = measure(iter(plants_here), COLUMNS[column : column + 1])
             (scores,) = scores.values()
-            planted, named, wrong = selftest.totals(scores)
+            planted, named, wrong = totals(scores)
             self.assertGreaterEqual(
                 named, bar * planted, {name: score.missed for name, score in scores.items() if score.missed}
             )
@@ -68,25 +72,25 @@ class Captures(unittest.TestCase):
     def test_a_report_without_the_mistake_does_not_pass(self):
         # The broken twin of the judge: an audit that finds nothing must score 0.
         planted = next(
-            p for p in selftest.all_plants(lambda file: "grpo_pass2." in file) if p.mistake == "ratio_detached"
+            p for p in all_plants(lambda file: "grpo_pass2." in file) if p.mistake == "ratio_detached"
         )
-        original = selftest.audit
-        selftest.audit = lambda *arguments: Report()
+        original = table.audit
+        table.audit = lambda *arguments: Report()
         try:
-            self.assertEqual(selftest.judge(planted, True, True)[:2], (False, False))
+            self.assertEqual(judge(planted, True, True)[:2], (False, False))
         finally:
-            selftest.audit = original
-        self.assertEqual(selftest.judge(planted, True, True)[:2], (True, False))
+            table.audit = original
+        self.assertEqual(judge(planted, True, True)[:2], (True, False))
 
     def test_more_confident_wrong_names_are_counted(self):
         planted = next(
-            p for p in selftest.all_plants(lambda file: "grpo_pass2." in file) if p.mistake == "ratio_detached"
+            p for p in all_plants(lambda file: "grpo_pass2." in file) if p.mistake == "ratio_detached"
         )
-        renamed = selftest.replace(planted, mistake="groups_pooled", names=())
-        self.assertEqual(selftest.judge(renamed, True, True)[:2], (False, True))
+        renamed = replace(planted, mistake="groups_pooled", names=())
+        self.assertEqual(judge(renamed, True, True)[:2], (False, True))
 
     def test_rows_and_padding_in_any_order(self):
-        arrays = selftest.load("trl_grpo_grpo_pass2.npz")
+        arrays = load("trl_grpo_grpo_pass2.npz")
         order = np.random.default_rng(0).permutation(len(arrays["logps"]))
         per_row = {
             name
@@ -105,7 +109,7 @@ class Captures(unittest.TestCase):
             self.assertEqual([f for f in report.findings if f.severity != "note"], [])
 
     def test_ties_are_said_and_what_decides_them(self):
-        report = audit(read_recording(selftest.CAPTURES / "trl_grpo_grpo_scale_batch.npz"))
+        report = audit(read_recording(CAPTURES / "trl_grpo_grpo_scale_batch.npz"))
         self.assertTrue(any("every ratio is 1" in line for line in report.cannot_tell))
         self.assertIn("loss_zero_healthy", report.named())
         self.assertGreater(report.loss["tried"], 100)
@@ -150,7 +154,7 @@ class Captures(unittest.TestCase):
         self.assertEqual([f.name for f in report.findings if f.severity != "note"], ["value_decides_nothing"])
 
     def test_value_alone_reports_accidents(self):
-        arrays = {k: v for k, v in selftest.load("trl_grpo_grpo_pass2.npz").items() if k != "dloss_dlogps"}
+        arrays = {k: v for k, v in load("trl_grpo_grpo_pass2.npz").items() if k != "dloss_dlogps"}
         report = audited(arrays)
         self.assertIsNone(report.gradient["agrees"])
         self.assertLess(report.loss["expected_by_accident"], 0.1)

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 from extensions.audit.catalogue import CATALOGUE, NOTES
 from extensions.audit.command import main
-from extensions.audit.proof import selftest
+from extensions.audit.proof.truth import CAPTURES, load
+from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 
 
 class CommandLine(unittest.TestCase):
@@ -33,10 +33,10 @@ class CommandLine(unittest.TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
-        self.clean = str(selftest.CAPTURES / "trl_grpo_grpo_pass2.npz")
+        self.clean = str(CAPTURES / "trl_grpo_grpo_pass2.npz")
 
     def wrong(self) -> str:
-        arrays = selftest.load("trl_grpo_grpo_pass2.npz")
+        arrays = load("trl_grpo_grpo_pass2.npz")
         arrays["dloss_dlogps"] = np.zeros_like(arrays["dloss_dlogps"])
         np.savez(self.folder / "wrong.npz", **arrays)
         return str(self.folder / "wrong.npz")

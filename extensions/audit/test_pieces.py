@@ -8,13 +8,16 @@ import unittest
 import numpy as np
 import torch
 
-from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 from extensions.audit.read.recording import recording_from
-from extensions.audit.search.advantages import _gae, in_level_group
-from extensions.audit.search.forms import Traits, mask_edits, mistaken_specs, round_between, shifted
-from extensions.audit.search.loss import parts_of
+from extensions.audit.search.edits import mistaken_specs
+from extensions.audit.search.forms import Traits, round_between
+from extensions.audit.search.level import in_level_group
+from extensions.audit.search.masks import mask_edits, shifted
+from extensions.audit.search.over_time import _gae
+from extensions.audit.search.pieces import parts_of
 from extensions.objectives import make_batch
 from rl_lab import gae
+from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 
 NAN = math.nan
 
@@ -79,7 +82,6 @@ class Parts(unittest.TestCase):
             whole = spec.make(batch).value
             for part in parts_of(batch, slots=16):
                 torch.testing.assert_close(spec.make(part.batch).value, whole[part.rows])
-
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 from extensions.audit import audit
-from extensions.audit.proof import selftest
+from extensions.audit.proof.damaged import _Hostile, survive
+from extensions.audit.proof.truth import load
 from extensions.audit.read.recording import ALIASES, read_recording, recording_from
 from rl_lab import FileProblem
+from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 
 
 class Reading(unittest.TestCase):
@@ -24,7 +25,7 @@ class Reading(unittest.TestCase):
         self.folder = Path(folder.name)
 
     def test_damaged_files(self):
-        outcome = selftest.survive(120, self.folder)
+        outcome = survive(120, self.folder)
         refused = sum(kinds["refused"] for kinds in outcome.values())
         self.assertGreater(refused, 53)
         self.assertEqual(outcome["objects"]["audited"], 0)
@@ -45,11 +46,11 @@ class Reading(unittest.TestCase):
         import pickle
 
         path = str(self.folder / "run")
-        pickle.loads(pickle.dumps(selftest._Hostile(path)))
+        pickle.loads(pickle.dumps(_Hostile(path)))
         self.assertTrue(Path(path).exists())
 
     def test_every_format_gives_the_same_report(self):
-        arrays = selftest.load("trl_grpo_grpo_pass2.npz")
+        arrays = load("trl_grpo_grpo_pass2.npz")
         arrays = {name: arrays[name] for name in ("logps", "old_logps", "mask", "advantages", "loss", "dloss_dlogps")}
         np.savez(self.folder / "a.npz", **arrays)
         torch.save(

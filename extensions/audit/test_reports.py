@@ -7,10 +7,10 @@ import unittest
 
 import numpy as np
 
-from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 from extensions.audit.read.recording import recording_from
 from extensions.audit.testing import audited
 from rl_lab import FileProblem
+from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 
 NAN = math.nan
 

@@ -9,12 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from extensions.audit.checks import inputs as checks
-from extensions.audit.search import forms
-from extensions.audit.search import loss as loss_search
-from extensions.audit.search.advantages import AdvantageResult
-from extensions.audit.declared import Declared
 from extensions.audit.catalogue import CATALOGUE, Finding, finding
+from extensions.audit.checks.healthy import not_mistakes
+from extensions.audit.declared import Declared
 from extensions.audit.read.recording import Recording
 from extensions.audit.say.report import (
     DECIDES_LOSS,
@@ -27,7 +24,12 @@ from extensions.audit.say.report import (
     tie_lines,
     tied,
 )
-from extensions.audit.search.loss import LOSS_DEFAULTS, LossResult, Match, against
+from extensions.audit.search.forms import Form, Spec, build_batch
+from extensions.audit.search.loss import VALUE_COEFS, value_forms
+from extensions.audit.search.masks import mask_edits
+from extensions.audit.search.match import LOSS_DEFAULTS, LossResult, Match, against, rows_with
+from extensions.audit.search.rules import AdvantageResult
+from extensions.audit.search.screen import Screen, Target
 from extensions.objectives import Row, evaluate
 
 UNSURE = 0.2
@@ -105,7 +107,7 @@ class LossVerdict:
                 f"the value alone is weak here: {result.chance:.2g} matches are expected by accident. dloss_dlogps would "
                 "decide"
             )
-        report.findings += checks.not_mistakes(self.recording, result, self.has_gradient)
+        report.findings += not_mistakes(self.recording, result, self.has_gradient)
 
     def cannot_tell(self, line: str) -> None:
         self.lines.append(line)
@@ -128,7 +130,7 @@ class LossVerdict:
 
     def say_match(self, matches: list[Match]) -> None:
         best, same = matches[0], tied(matches)
-        rows = dict.fromkeys(name for m in same for name in loss_search.rows_with(m.fields))
+        rows = dict.fromkeys(name for m in same for name in rows_with(m.fields))
         self.say_best(best, f"{best.label()}{row_names(list(rows))}")
         if best.weak:  # a denominator was solved
             solved = ("budget (max_completion_length)" if "budget" in m.fields else "num_items_in_batch" for m in same)
@@ -224,7 +226,7 @@ class LossVerdict:
                 "this by default, a mean over padded slots does it by mistake."
             )
             found.append(finding("padding_in_denominator", "warning", evidence))
-        if not (best.weak or f.get("token_losses") or any(loss_search.rows_with(m.fields) for m in same)):
+        if not (best.weak or f.get("token_losses") or any(rows_with(m.fields) for m in same)):
             found.append(finding("unnamed_combination", "note", best.label() + "."))
         return found
 
@@ -337,7 +339,7 @@ def recomputed(recording: Recording, match: Match):
         return None
     choices = {field.name: f[field.name] for field in dataclasses.fields(Row) if field.name in f}
     try:
-        batch = forms.build_batch(recording, advantages=advantages)
+        batch = build_batch(recording, advantages=advantages)
         changes = {name: f[name] for name in ("window_tokens", "budget") if name in f}
         if "global_batch_size" not in f:
             changes["window_rows"] = None
@@ -400,7 +402,7 @@ def _rows_of_edit(recording: Recording, name: str) -> list[int]:
     """Rows whose mask this mistake changes."""
     if "mask" not in recording.arrays:
         return []
-    edit = forms.mask_edits(recording).get(name)
+    edit = mask_edits(recording).get(name)
     return [] if edit is None else np.flatnonzero((edit != recording.arrays["mask"]).any(1)).tolist()
 
 
@@ -415,21 +417,21 @@ def say_value_loss(recording: Recording, report: Report) -> None:
         return
     mask = torch.as_tensor(recording.arrays["mask"])
     gradient = recording.get("dloss_dvpreds")
-    target = loss_search.Target(
+    target = Target(
         recording.number("loss"), None if gradient is None else torch.as_tensor(gradient), recording.eps
     )
-    batch = forms.build_batch(recording, advantages=np.ones(len(mask)))
-    result = loss_search.LossResult()
-    screen = loss_search.Screen(recording, batch, target, result)
+    batch = build_batch(recording, advantages=np.ones(len(mask)))
+    result = LossResult()
+    screen = Screen(recording, batch, target, result)
 
-    def spec(fields: dict, coef: float, value, slope, mistake) -> forms.Spec:
-        made = forms.Form(-coef * torch.where(mask, value, 0.0), -coef * torch.where(mask, slope, 0.0))
-        return forms.Spec({**fields, "value_coef": coef}, mistake, lambda _: made)
+    def spec(fields: dict, coef: float, value, slope, mistake) -> Spec:
+        made = Form(-coef * torch.where(mask, value, 0.0), -coef * torch.where(mask, slope, 0.0))
+        return Spec({**fields, "value_coef": coef}, mistake, lambda _: made)
 
     tried = [
         spec(fields, coef, value, slope, mistake)
-        for fields, value, slope, mistake in loss_search.value_forms(recording, mask)
-        for coef in loss_search.VALUE_COEFS
+        for fields, value, slope, mistake in value_forms(recording, mask)
+        for coef in VALUE_COEFS
     ]
     screen.try_forms(screen.digest(tried), kl="none")
     result.matches.sort(key=lambda m: m.order)

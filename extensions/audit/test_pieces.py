@@ -12,7 +12,7 @@ from extensions.audit.read.recording import recording_from
 from extensions.audit.search.edits import mistaken_specs
 from extensions.audit.search.forms import Traits, round_between
 from extensions.audit.search.level import in_level_group
-from extensions.audit.search.masks import mask_edits, shifted
+from extensions.audit.read.masks import mask_edits, shifted
 from extensions.audit.search.over_time import _gae
 from extensions.audit.search.pieces import parts_of
 from extensions.objectives import make_batch

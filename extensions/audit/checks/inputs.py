@@ -13,7 +13,7 @@ import torch
 from extensions.audit.catalogue import Finding, finding
 from extensions.audit.read.recording import Recording
 from extensions.audit.search.level import in_level_group
-from extensions.audit.search.masks import last_counted
+from extensions.audit.read.masks import last_counted
 
 
 # ------------------------------------------------------------------------------------------ the batch in words

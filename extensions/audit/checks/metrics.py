@@ -8,7 +8,7 @@ import torch
 import rl_lab
 from extensions.audit.catalogue import Finding, finding
 from extensions.audit.read.recording import Recording
-from extensions.audit.search.masks import mask_edits
+from extensions.audit.read.masks import mask_edits
 
 
 # ------------------------------------------------------------------------------------------ reported metrics

@@ -11,7 +11,7 @@ import torch
 
 from extensions.audit.declared import Declared
 from extensions.audit.proof.truth import Truth, truth_of
-from extensions.audit.search.masks import shifted
+from extensions.audit.read.masks import shifted
 
 
 # ------------------------------------------------------------------------------------------ the loss as a trainer writes it

@@ -10,7 +10,7 @@ import torch
 
 from extensions.audit.declared import Declared
 from extensions.audit.proof.plant_loss import NEEDS_DECLARED, Planted, _differs
-from extensions.audit.search.masks import shifted
+from extensions.audit.read.masks import shifted
 from extensions.objectives import PREFERENCE_ROWS
 
 

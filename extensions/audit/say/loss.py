@@ -26,7 +26,7 @@ from extensions.audit.say.report import (
 )
 from extensions.audit.search.forms import Form, Spec, build_batch
 from extensions.audit.search.loss import VALUE_COEFS, value_forms
-from extensions.audit.search.masks import mask_edits
+from extensions.audit.read.masks import mask_edits
 from extensions.audit.search.match import LOSS_DEFAULTS, LossResult, Match, against, rows_with
 from extensions.audit.search.rules import AdvantageResult
 from extensions.audit.search.screen import Screen, Target

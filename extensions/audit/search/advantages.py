@@ -21,7 +21,7 @@ from torch import Tensor
 
 from extensions.audit.read.recording import Recording
 from extensions.audit.search.level import in_level_group
-from extensions.audit.search.masks import last_counted
+from extensions.audit.read.masks import last_counted
 from extensions.audit.search.rules import KL_IN_REWARD, AdvantageMatch, AdvantageResult, advantage_batch, rules
 from extensions.objectives import Batch, Row, arrange_groups, compute_advantages, standardise_over_tokens
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from extensions.audit.read.recording import Recording
+from extensions.audit.reading.digits import round_between
 from extensions.objectives import Batch, Row, evaluate, make_batch
 
 INF = math.inf
@@ -221,13 +222,3 @@ def seen_thresholds(batch: Batch, gradient: Tensor | None) -> list[float]:
     if not silent.any() or not loud.any() or lag[silent].min() <= lag[loud].max():
         return []
     return [round_between(float(lag[loud].max()), float(lag[silent].min()))]
-
-
-def round_between(low: float, high: float) -> float:
-    """The number with the fewest digits in [low, high)."""
-    for digits in range(0, 12):
-        step = 10.0**-digits
-        candidate = math.ceil(low / step - 1e-9) * step
-        if low <= candidate < high and candidate > 0:
-            return round(candidate, digits)
-    return (low + high) / 2

@@ -38,7 +38,7 @@ from extensions.audit.search.forms import (
     plain_spec,
     seen_thresholds,
 )
-from extensions.audit.search.masks import mask_edits
+from extensions.audit.read.masks import mask_edits
 from extensions.audit.search.match import Extra, LossResult, _unique, against
 from extensions.audit.search.screen import Screen, Target
 from extensions.objectives import Batch

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from extensions.audit.read.recording import Recording
-from extensions.audit.search.masks import mask_edits
+from extensions.audit.read.masks import mask_edits
 from extensions.audit.search.screen import FACTORS
 from extensions.objectives import PREFERENCE_ROWS, PreferenceRow, Preferences, evaluate_preference, make_preferences
 

@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from extensions.audit_reading.facts import Facts, Tokens
+from extensions.audit.reading.facts import Facts, Tokens
 
 
 class Gate(NamedTuple):

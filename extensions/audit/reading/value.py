@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from extensions.audit_forms import round_between
-from extensions.audit_reading.closed import RATIO
-from extensions.audit_reading.explain import Account, weights
-from extensions.audit_reading.gates import GATES, KL_FORMS, LIKELIHOOD
+from extensions.audit.reading.digits import round_between
+from extensions.audit.reading.closed import RATIO
+from extensions.audit.reading.explain import Account, weights
+from extensions.audit.reading.gates import GATES, KL_FORMS, LIKELIHOOD
 
 VALUE_AGREES = 1e-5  # of the sum of the terms' sizes; float32 sums of a thousand terms are off by less
 
@@ -62,7 +62,7 @@ def predict(account: Account, other_terms: float, blind: bool = False) -> Value:
     if guess.solved and guess.solved.keeps_closed:
         h = np.where(account.is_closed, 1.0, h)
     # Tokens closed by each threshold, the first that closes them.
-    from extensions.audit_reading.closed import quantities, sides_of
+    from extensions.audit.reading.closed import quantities, sides_of
 
     closing, edges = [], []
     if account.thresholds and not (guess.solved and guess.solved.keeps_closed):
@@ -93,7 +93,7 @@ def predict(account: Account, other_terms: float, blind: bool = False) -> Value:
 
 
 def _factor(facts, predicted: float, recorded: float, slack: float) -> str:
-    from extensions.audit_reading.counts import recorded_factors
+    from extensions.audit.reading.counts import recorded_factors
 
     if abs(predicted) < 10 * slack:
         return ""

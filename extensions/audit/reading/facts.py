@@ -11,8 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from extensions.audit_forms import mask_edits
-from extensions.audit_read import Recording
+from extensions.audit.read.masks import mask_edits
+from extensions.audit.read.recording import Recording
 
 FLOAT32 = 2.0**-23
 AGREES = 3e-5  # relative; how closely a float32 gradient repeats its formula

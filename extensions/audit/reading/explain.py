@@ -7,13 +7,13 @@ from functools import cached_property
 
 import numpy as np
 
-from extensions.audit_reading import closed as closed_tokens
-from extensions.audit_reading.closed import Threshold
-from extensions.audit_reading.factors import Factor, leftovers
-from extensions.audit_reading.facts import Facts, Tokens, is_rollout
-from extensions.audit_reading.fit import NOISE, Fit, scale_of
-from extensions.audit_reading.gates import GATES, KL_FORMS, LAWS, LIKELIHOOD
-from extensions.audit_reading.solved import SolvedGate
+from extensions.audit.reading import closed as closed_tokens
+from extensions.audit.reading.closed import Threshold
+from extensions.audit.reading.factors import Factor, leftovers
+from extensions.audit.reading.facts import Facts, Tokens, is_rollout
+from extensions.audit.reading.fit import NOISE, Fit, scale_of
+from extensions.audit.reading.gates import GATES, KL_FORMS, LAWS, LIKELIHOOD
+from extensions.audit.reading.solved import SolvedGate
 
 NO_WEIGHT = "1"
 

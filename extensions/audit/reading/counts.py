@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from extensions.audit_reading.facts import Facts
+from extensions.audit.reading.facts import Facts
 
 NAMED_WITHIN = 4e-5  # relative
 

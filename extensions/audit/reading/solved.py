@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from extensions.audit_reading.facts import Facts, Tokens
+from extensions.audit.reading.facts import Facts, Tokens
 
 TEMPERATURES = np.geomspace(0.05, 20, 90)  # where a temperature is first looked for; then refined
 

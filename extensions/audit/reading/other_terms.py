@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from extensions.audit_reading.fit import mode
+from extensions.audit.reading.fit import mode
 
 
 @dataclass

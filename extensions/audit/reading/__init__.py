@@ -1,6 +1,6 @@
 """The reading: what a recorded gradient says about the loss it came from, solved for and never looked up.
 
-    from extensions.audit_reading import read_loss
+    from extensions.audit.reading import read_loss
     reading = read_loss(recording, advantages)          # Reading; .as_json(), .lines()
 
 For a loss over tokens, everything but l (the current log-probability) held fixed,
@@ -12,6 +12,6 @@ robust fit), counts (1 / kappa as a count), closed (tokens without gradient as t
 value (the loss predicted from what was read), reading (the order of it all), words (sentences), compare (findings).
 """
 
-from extensions.audit_reading.reading import Reading, read_loss
+from extensions.audit.reading.reading import Reading, read_loss
 
 __all__ = ["Reading", "read_loss"]

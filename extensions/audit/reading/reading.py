@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from extensions.audit_reading import counts, value
-from extensions.audit_reading.explain import NO_WEIGHT, Account, Guess, confirm, explain, weights
-from extensions.audit_reading.facts import Facts, facts_from, is_rollout
-from extensions.audit_reading.fit import fit_one, fit_two, is_seen
-from extensions.audit_reading.gates import GATES, KL_FORMS, LAWS, LIKELIHOOD, NEEDS_OLD
-from extensions.audit_reading.other_terms import OtherTerms, read_other_terms
-from extensions.audit_reading.solved import SOLVERS
+from extensions.audit.reading import counts, value
+from extensions.audit.reading.explain import NO_WEIGHT, Account, Guess, confirm, explain, weights
+from extensions.audit.reading.facts import Facts, facts_from, is_rollout
+from extensions.audit.reading.fit import fit_one, fit_two, is_seen
+from extensions.audit.reading.gates import GATES, KL_FORMS, LAWS, LIKELIHOOD, NEEDS_OLD
+from extensions.audit.reading.other_terms import OtherTerms, read_other_terms
+from extensions.audit.reading.solved import SOLVERS
 
 WORKED_OUT = 6  # guesses that are worked out token by token
 DECIDES = 3  # of them, how many are confirmed on all tokens and by the value

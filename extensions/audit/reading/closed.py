@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from extensions.audit_reading.facts import Facts, Tokens, is_rollout
-from extensions.audit_reading.gates import GATES
+from extensions.audit.reading.facts import Facts, Tokens, is_rollout
+from extensions.audit.reading.gates import GATES
 
 SIDES = ("A > 0", "A < 0", "any A")
 
@@ -99,7 +99,7 @@ def structure(t: Tokens) -> dict[str, np.ndarray]:
     if "row_truncated" not in made and width > 1:
         made["answer that fills the width"] = (last == width - 1).astype(float)[t.row]
     if "completion_ids" in arrays and arrays["completion_ids"].shape == counted.shape:
-        from extensions.audit_forms import eos_ids
+        from extensions.audit.read.masks import eos_ids
 
         ends = eos_ids(f.recording)
         if ends is not None:

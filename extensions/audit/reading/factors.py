@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from extensions.audit_reading.closed import SIDES, sides_of
-from extensions.audit_reading.fit import mode
+from extensions.audit.reading.closed import SIDES, sides_of
+from extensions.audit.reading.fit import mode
 
 
 @dataclass

@@ -243,6 +243,14 @@ CATALOGUE: dict[str, Mistake] = {
         "advantages.unsqueeze(1): shape (N, 1) against (N, T); with N = T the mistake raises no error",
     ),
     "advantage_sign": Mistake("advantages have the opposite sign of the rule", "A = R - baseline"),
+    "advantages_of_other_rows": Mistake(
+        "rows are trained with the advantage of another row",
+        "keep log-probabilities and advantages in one order: shard, sort or permute them together",
+    ),
+    "advantages_not_used": Mistake(
+        "the loss uses other recorded numbers in place of the advantages",
+        "pass the advantages to every product of the loss",
+    ),
     "group_of_one": Mistake(
         "a prompt has one answer only: nothing to be compared with",
         "sample at least two answers a prompt, or say what one gets",

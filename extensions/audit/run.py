@@ -9,9 +9,12 @@ from extensions.audit.checks.inputs import describe_batch, input_findings
 from extensions.audit.checks.metrics import metric_findings
 from extensions.audit.declared import Declared
 from extensions.audit.read.recording import Recording, check_numbers
+from extensions.audit.reading import read_loss
 from extensions.audit.say.advantages import say_advantages, say_time
 from extensions.audit.say.loss import LossVerdict, say_value_loss
 from extensions.audit.say.pairs import say_pairs
+from extensions.audit.say.quantities import quantity_verdicts
+from extensions.audit.say.reading import say_reading
 from extensions.audit.say.report import Report
 from extensions.audit.search.advantages import search_advantages
 from extensions.audit.search.loss import search_loss
@@ -44,6 +47,7 @@ def audit(recording: Recording, declared: Declared | None = None, numbers: dict[
             seen[(f.name,)] = f
     report.findings = sorted(seen.values(), key=lambda f: order[f.severity])
     report.missing = list(dict.fromkeys(report.missing))
+    report.quantities = quantity_verdicts(recording, report)
     return report
 
 
@@ -76,8 +80,10 @@ def _audit_rollout(recording: Recording, declared: Declared | None, report: Repo
         A = _advantages_for(recording, declared, report)
     elif A is None and "loss_mat" not in arrays:
         report.remarks.append("neither advantages nor rewards were recorded: the loss is read as a plain likelihood (A = 1)")
+    reading = read_loss(recording, A)
     result = search_loss(recording, A, declared=wanted)
     LossVerdict(recording, declared, wanted, advantages, result, report).say()
+    say_reading(reading, report)
 
 
 def _advantages_for(recording: Recording, declared: Declared | None, report: Report) -> np.ndarray | None:

@@ -611,7 +611,8 @@ def recording_from(raw: dict[str, np.ndarray | torch.Tensor]) -> Recording:
     recording = Recording(arrays, numbers, max(eps, 2.0**-23), renamed, unread, [], low)
     _arrange(recording)
     for name in unread:
-        value = raw[name].numpy() if isinstance(raw[name], torch.Tensor) else np.asarray(raw[name])
+        value = raw[name]
+        value = value.double().numpy() if isinstance(value, torch.Tensor) and value.is_floating_point() else np.asarray(value)
         if value.dtype.kind == "f":
             recording.extras[name] = value.astype(np.float64)
     return recording

@@ -6,7 +6,7 @@ a few thousand tokens and are confirmed on all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -33,7 +33,8 @@ class Facts:
     extras: dict[str, np.ndarray]
     recording: Recording
     tolerance: float = AGREES
-    rows_of: dict[str, np.ndarray] = field(default_factory=dict)
+    A_name: str = "advantages"  # which recorded array stands in for A
+    A_rows: np.ndarray | None = None  # the row that each row's advantage belongs to, where it is not its own
 
     @cached_property
     def lengths(self) -> np.ndarray:

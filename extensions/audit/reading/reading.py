@@ -9,6 +9,7 @@ import numpy as np
 
 from extensions.audit.reading import counts, value
 from extensions.audit.reading.explain import NO_WEIGHT, Account, Guess, confirm, explain, weights
+from extensions.audit.reading.exchanged import variants
 from extensions.audit.reading.facts import Facts, facts_from, is_rollout
 from extensions.audit.reading.fit import fit_one, fit_two, is_seen
 from extensions.audit.reading.gates import GATES, KL_FORMS, LAWS, LIKELIHOOD, NEEDS_OLD
@@ -27,6 +28,7 @@ class Reading:
     row_law: str | None = None
     mask: str = "recorded"
     sign: int = 1
+    advantages: str = "advantages"  # which recorded numbers stand in for A
     normaliser: dict = field(default_factory=dict)
     kl: str | None = None
     kl_coef: float | None = None
@@ -39,14 +41,15 @@ class Reading:
     value_predicted: float | None = None
     value_recorded: float | None = None
     value_form: str = ""
+    value_agrees: bool | None = None
     complete: bool = False
     remarks: list[str] = field(default_factory=list)
     account: Account | None = None
     value: value.Value | None = None
 
     def as_json(self) -> dict:
-        names = ("gate row_law mask sign normaliser kl kl_coef kl_anchor weight other_terms unexplained_tokens value_predicted "
-                 "value_recorded value_form complete remarks").split()
+        names = ("gate row_law mask sign advantages normaliser kl kl_coef kl_anchor weight other_terms unexplained_tokens value_predicted "
+                 "value_recorded value_form value_agrees complete remarks").split()
         made = {name: getattr(self, name) for name in names}
         made["closed"] = [x.as_json() for x in self.closed]
         made["factors"] = ([{"kind": "weight", "quantity": self.weight, "side": "any A", "value": None, "tokens": None}] if self.weight else [])
@@ -67,16 +70,22 @@ def read_loss(recording, advantages) -> Reading | None:
         if not every[0].g.any():
             return _without_gradient(every[0], other)
         accounts = sorted((a for f in every for a in guesses(f)), key=lambda a: a.cost)
+        if accounts and not _is_whole(accounts[0]):
+            others = [a for f in every[:2] for g in variants(f) for a in guesses(g, simple=True)]
+            accounts = sorted([*accounts, *others], key=lambda a: a.cost + (0.0 if a.guess.facts.A_name == "advantages" else 1.5))
         if not accounts:
             return Reading(remarks=["no token has both an advantage and a gradient"])
         return _decide(accounts[:DECIDES], other)
 
 
-def guesses(f: Facts) -> list[Account]:
+def guesses(f: Facts, simple: bool = False) -> list[Account]:
     """Accounts on a sample, best first: the plain ones, and where they leave something, those with a second term or a weight."""
     t = f.sample()
     found = _worked_out(_fitted(f, t, [NO_WEIGHT], [(None, None)]), t)
-    if found and _is_whole(found[0]):
+    if simple and f.ref is not None:
+        found += _worked_out(_fitted(f, t, [NO_WEIGHT], [(form, "ref") for form in ("k3", "k2", "k1")]), t)
+    found.sort(key=lambda a: a.cost)
+    if simple or found and _is_whole(found[0]):
         return found
     found += _worked_out(_solved(f, t), t)
     found.sort(key=lambda a: a.cost)
@@ -224,7 +233,7 @@ def _reading(a: Account, v: value.Value, other: OtherTerms) -> Reading:
     kappa = abs(g.fit.kappa)
     left = int(a.unexplained.sum() + a.uncovered.sum())
     made = Reading(
-        gate=g.gate, row_law=g.law, mask=g.facts.mask_name, sign=1 if g.fit.kappa > 0 else -1,
+        gate=g.gate, row_law=g.law, mask=g.facts.mask_name, advantages=g.facts.A_name, sign=1 if g.fit.kappa > 0 else -1,
         normaliser={"value": 1 / kappa, "names": counts.named(1 / kappa, g.facts)},
         closed=a.thresholds, factors=a.factors, weight=None if g.weight == NO_WEIGHT else g.weight,
         other_terms=other.words, unexplained_tokens=left, value_predicted=v.predicted, value_recorded=v.recorded,
@@ -237,6 +246,7 @@ def _reading(a: Account, v: value.Value, other: OtherTerms) -> Reading:
             x.value = edge
     if v.factor:
         made.remarks.append(v.factor)
+    made.value_agrees = v.agrees
     made.complete = left == 0 and v.agrees is not False and other.complete and not any(x.kind == "row" for x in a.factors)
     return made
 

@@ -29,6 +29,8 @@ class Report:
     cannot_tell: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     lines: dict[str, list[str]] = field(default_factory=dict)
+    reading: dict | None = None  # what the recorded gradient says, solved
+    quantities: dict[str, dict] = field(default_factory=dict)  # name -> verdict (fits, does not fit, not compared), why
 
     def worst(self) -> str | None:
         return max((f.severity for f in self.findings), key=SEVERITIES.index, default=None)
@@ -43,6 +45,8 @@ class Report:
                 "advantages": {"matches": [], **self.advantages},
                 "loss": {"matches": [], "tried": 0, **self.loss},
                 "gradient": {"agrees": None, **self.gradient},
+                "reading": self.reading,
+                "quantities": self.quantities,
                 "findings": [f.as_json() for f in self.findings],
                 "cannot_tell": self.cannot_tell,
                 "record_next": self.missing,
@@ -186,6 +190,8 @@ def printed(report: Report, path: str) -> str:
     wrong = "does not agree with a right computation" + ("; with the mistake it does" if residual is not None else "")
     words = {True: "agrees with the best match", False: wrong, None: "not recorded"}[agrees]
     out += ["", "Gradient", f"  {words}" + (f" (off by {residual:.1e} of its size)" if residual is not None else "")]
+    if "reading" in report.lines:
+        out += ["", "What the gradient says", *_indented(report.lines["reading"])]
     if report.lines.get("metrics"):
         out += ["", "Reported metrics", *_indented(report.lines["metrics"])]
     out += ["", "Findings"]

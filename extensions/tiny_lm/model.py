@@ -1,4 +1,4 @@
-"""The model of `tiny_lm.py`: a two-layer decoder-only transformer, its key-value cache, and sampling.
+"""The model of the tiny language model: a two-layer decoder-only transformer, its key-value cache, and sampling.
 
 Same as usual: pre-norm blocks, causal attention, learned positions. Simplified: untied output layer, no dropout unless it is
 asked for. What matters here are the two masks and the positions: with left padding a token's position is the number of real
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from extensions.tiny_lm_task import EOS, PAD, PROMPT_LENGTH, RESPONSE_LENGTH, VOCABULARY, Prompts, written
+from extensions.tiny_lm.task import EOS, PAD, PROMPT_LENGTH, RESPONSE_LENGTH, VOCABULARY, Prompts, written
 from rl_lab import action_logps
 
 Cache = list  # of each layer: None at the start, then keys and values [N, H, T so far, D / H]

@@ -1,4 +1,4 @@
-"""The task of `tiny_lm.py`: write the distinct digits of the prompt in ascending order, then stop.
+"""The task of the tiny language model: write the distinct digits of the prompt in ascending order, then stop.
 
     prompt  5 3 5 1 =        answer  1 3 5 EOS
 

@@ -1,95 +1,41 @@
-"""The lab's atoms on a real transformer: SFT, PPO, DPO, online DPO, GRPO and RLOO with a verifier, on a CPU.
-
-What moving from a table of logits to a language model adds, all of it running here: autoregressive generation, response
-masks, left padding, a verifiable reward, a frozen reference, cached old log-probabilities, groups, held-out evaluation.
-
-    tiny_lm_task.py     prompts, right answers, held-out split, verifiers
-    tiny_lm_model.py    the transformer, key-value cache, sampling, the two masks
-    this file           settings, six trainings, measuring, files, command line
-
-No objective is written here: the losses are atoms of rl_lab.py, reductions of token_objectives.py and rows of objectives.py.
-
-Same as the papers: DPO on summed log-probabilities against a fixed reference; outcome GRPO with one advantage per answer;
-RLOO with the KL in the reward; PPO for language models with a token-level critic, GAE over response tokens and the KL in the
-reward. Simplified: float32, one batch per update (no minibatches), answers of at most 7 tokens, so that the token limit
-belongs to the task and a truncated answer has ended (terminated, no bootstrap). Left out: entropy bonus, value clipping,
-advantage standardisation in PPO.
-
-Measured with the defaults on seeds 0, 7, 19. Sampled held-out accuracy 0.50-0.58 after SFT; 0.97-1.00 after every method,
-greedy 0.99-1.00. What did not work, or does not show:
-- Few preference pairs: with about 105 (--dpo-prompts 128) DPO ends at 0.17-0.23 while its pair accuracy reaches 1.0 and the
-  chosen answers lose 2.2-3.6 nats; about 220 pairs give 0.29-0.48, 880 give 0.80-0.95, 3500 give 0.99-1.00.
-- The critic explains nothing once answers are good: explained variance is about 0, then negative, as returns stop varying.
-- Variants of the objective end within the spread of the seeds: answers are short and ratios stay near 1. What they change
-  is shown exactly in objectives.py.
-- The KL to the reference ends near the same number for every method: there is one right answer to each prompt, and a policy
-  that always gives it is -log p_ref(answer) away.
-- A weak verifier (sorted-only) is satisfied after 60 rounds of GRPO, reward 0.99-1.00, at accuracy 0.000-0.001 without KL
-  and 0.00-0.02 with the default weight; at 0.05 the KL keeps 0.54-0.62 and the reward is 0.97-1.00 all the same. An exact
-  verifier on 4, 16, 64 prompts: reward 0.98-1.00, accuracy 0.09-0.53, 0.57-0.67, 0.87-0.89.
-
-Letters: N answers, R response positions, G answers to one prompt, V vocabulary. Tensors of this file are aligned to the
-response: column t belongs to the t-th token that the policy wrote.
-"""
+"""Settings, well-known mistakes and the six trainings. A new training is a function of a Stage and an entry in METHODS."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import json
 import math
-import statistics
-import time
-from pathlib import Path
-from typing import Callable, Iterator, NamedTuple, Sequence
+from typing import Callable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor
 
 from extensions.objectives import ROWS, Row, evaluate, gae_over_tokens, loss_to_backpropagate, make_batch
-from extensions.tiny_lm_model import Decoder, Sequences, generate, join
-from extensions.tiny_lm_task import (
+from extensions.tiny_lm.model import Decoder, Sequences, generate, join
+from extensions.tiny_lm.task import (
     PAD,
     PROMPT_LENGTH,
     RESPONSE_LENGTH,
     VERIFIERS,
-    VOCABULARY,
     Prompts,
     correct_responses,
-    describe,
     draw_prompts,
     rewards,
     written,
 )
 from rl_lab import (
     Adam,
-    FileProblem,
-    LabParser,
-    OnStep,
     Range,
     Settings,
-    add_settings,
-    categorical_kl,
-    check_writable,
-    chosen_settings,
     clip_fraction,
     clipped_policy_loss,
-    csv_text,
     descend,
     dpo_loss,
-    format_table,
     groups_without_spread,
     importance_ratio,
-    json_text,
-    progress_line,
-    replace_files,
     response_token_logps,
-    run_command,
     setting,
-    software,
 )
 from token_objectives import mean_over_tokens
-
 # ------------------------------------------------------------------------------------------ settings
 
 
@@ -288,7 +234,7 @@ def supervised(stage: Stage) -> Iterator[Diagnostics]:
 def token_advantages(
     settings: TinySettings, answers: Answers, reference: Scored, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """PPO for language models, by the row `ppo` of objectives.py with a KL in the reward -> advantages, returns [N, R].
+    """PPO for language models, by the row `ppo` of extensions/objectives with a KL in the reward -> advantages, returns [N, R].
 
     Reward: -kl * (old_logp - ref_logp) at each token, the k1 estimate of KL(old || reference), and the answer's at its last
     one. GAE over the tokens, gamma 1; the last token ends the episode. values [N, R]: values[:, t] is the critic's estimate
@@ -359,7 +305,7 @@ def ratio_error(logps: Tensor, old_logps: Tensor, counted: Tensor) -> float:
 
 
 def group_policy_gradient(stage: Stage) -> Iterator[Diagnostics]:
-    """GRPO's loop with the stage's row of objectives.py: groups of answers, one advantage each, several passes (RLOO: one).
+    """GRPO's loop with the stage's row of extensions/objectives: groups of answers, one advantage each, several passes (RLOO: one).
 
     The row says what the loss is and hands back its gradient in closed form with respect to each log-probability; the
     transformer's backward pass takes it from there.
@@ -531,7 +477,7 @@ COST_COLUMNS = ("optimizer_steps", "samples", "tokens", "seconds")
 
 
 TRAINABLE_ROWS = tuple(name for name, row in ROWS.items() if not {"values", "vpreds", "advantages"} & set(row.needs))
-"""The rows of objectives.py that need no critic."""
+"""The rows of extensions/objectives that need no critic."""
 
 
 def own_steps(algorithm: str, verifier: str) -> int:
@@ -544,7 +490,7 @@ def columns_of(algorithm: str) -> tuple[str, ...]:
 
 
 def objective_row(algorithm: str, objective: str | None, kl: float | None) -> Row | None:
-    """The row of objectives.py that a group method trains on, or None for the others.
+    """The row of extensions/objectives that a group method trains on, or None for the others.
 
     GRPO: the table's `grpo` with the exact KL to the reference in the loss. RLOO: the table's `rloo`, k1 KL in the reward.
     `objective`: that row as it stands; `kl`, unless None, replaces the weight of its KL term. Raises ValueError where it has
@@ -560,393 +506,3 @@ def objective_row(algorithm: str, objective: str | None, kl: float | None) -> Ro
     if kl is not None and row.kl == "none" and kl > 0:
         raise ValueError(f"kl: the objective {objective} has no KL term that {kl:g} could be the weight of")
     return row if kl is None or row.kl == "none" else dataclasses.replace(row, kl_coef=kl)
-
-
-# ------------------------------------------------------------------------------------------ measuring
-
-
-@torch.no_grad()
-def measure(policy: Decoder, old: Decoder, reference: Decoder, stage: Stage, held_out: Prompts) -> Diagnostics:
-    """What a policy does, measured the same way for every method, with random draws that are the same at every call.
-
-    sampled_accuracy, greedy_accuracy: exact match on held-out prompts, whatever the verifier. reward: what the verifier
-    gives to 256 answers at training prompts. response_length with EOS and truncated_fraction, answers without EOS: on the
-    sampled held-out answers. On the first 256 of these: both KLs, exact over the vocabulary at each prefix, summed over the
-    tokens of an answer, averaged over answers; entropy, mean over tokens.
-    """
-    # Copies without the dropout that a mistake may have switched on.
-    policy, old, reference = (copy.deepcopy(model).eval() for model in (policy, old, reference))
-    generator = torch.Generator().manual_seed(stage.settings.seed + 1)
-    answers, _ = generate(policy, held_out, generator)
-    greedy, _ = generate(policy, held_out, None)
-    rewarded = dataclasses.replace(stage, generator=generator).draw(256)
-    first = slice(256)
-    sequences = join(held_out.take(first), answers[first])
-    wrote = sequences.response_mask[:, 1:]
-    logits, old_logits, reference_logits = (
-        model(sequences.input_ids, sequences.attention_mask)[:, :-1][wrote].double() for model in (policy, old, reference)
-    )
-    return {
-        "sampled_accuracy": rewards("exact", held_out, answers).double().mean().item(),
-        "greedy_accuracy": rewards("exact", held_out, greedy).double().mean().item(),
-        "reward": rewards(stage.verifier, rewarded, generate(policy, rewarded, generator)[0]).double().mean().item(),
-        "kl_current_reference": categorical_kl(logits, reference_logits).sum().item() / len(sequences.input_ids),
-        "kl_old_current": categorical_kl(old_logits, logits).sum().item() / len(sequences.input_ids),
-        "entropy": torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1).mean().item(),
-        "response_length": written(answers).sum(dim=1).double().mean().item(),
-        "truncated_fraction": (~(answers == PAD).any(dim=1)).double().mean().item(),
-    }
-
-
-def sample_records(policy: Decoder, stage: Stage, held_out: Prompts, moment: str, count: int = 16) -> list[dict]:
-    """Sampled answers to held-out and to training prompts with parse, reward parts and reasons for failure, for reading."""
-    policy = copy.deepcopy(policy).eval()
-    generator = torch.Generator().manual_seed(stage.settings.seed + 2)
-    training = dataclasses.replace(stage, generator=generator).draw(count)
-    records = []
-    for split, prompts in (("held-out", held_out.take(slice(count))), ("training", training)):
-        responses, logps = generate(policy, prompts, generator)
-        for record, logp in zip(describe(stage.verifier, prompts, responses), logps.sum(dim=1).tolist()):
-            records.append({"moment": moment, "split": split, **record, "logp": logp})
-    return records
-
-
-# ------------------------------------------------------------------------------------------ training
-
-
-class TrainingRun(NamedTuple):
-    """What a training leaves behind."""
-
-    algorithm: str
-    verifier: str
-    mistake: str | None
-    settings: TinySettings
-    row: Row | None
-    history: list[Diagnostics]
-    samples: list[dict]
-    policy: Decoder
-    reference: Decoder
-
-
-def train(
-    algorithm: str,
-    start: Decoder | None = None,
-    *,
-    verifier: str = "exact",
-    objective: str | None = None,
-    mistake: str | None = None,
-    on_step: OnStep | None = None,
-    **settings: float,
-) -> TrainingRun:
-    """Train a copy of `start`; `start` itself, frozen, is the reference. SFT without `start` begins with random weights.
-
-    The history has a row before training, one every `evaluate_every` rounds and one at the end. EVALUATION_COLUMNS are
-    measured after the row's update; loss, gradient norm and the method's own columns are averages over the rounds since the
-    row before (each round reports its last pass) and NaN where there is nothing to average; counts are cumulative; `seconds`
-    is the only column that differs between equal runs.
-
-    settings: fields of TinySettings. Global random state, default dtype and thread count stay as they were.
-    Raises ValueError for unknown names, settings out of range, a mistake without effect on this algorithm, or a DPO without
-    pairs; FloatingPointError when a loss or gradient is not finite.
-    """
-    check_names(algorithm, verifier, objective, mistake)
-    kl = settings.get("kl", None if objective else TinySettings.kl)
-    row = objective_row(algorithm, objective, kl)
-    settings = TinySettings(**settings)
-    method = METHODS[algorithm]
-    settings = dataclasses.replace(
-        settings,
-        steps=settings.steps or own_steps(algorithm, verifier),
-        learning_rate=settings.learning_rate or method.learning_rate,
-        kl=settings.kl if row is None else row.kl_coef,
-    )
-    generator = torch.Generator().manual_seed(settings.seed)
-    if start is None and algorithm != "sft":
-        raise ValueError(f"start: {algorithm} needs a supervised policy to start from; train('sft').policy is one")
-    reference = copy.deepcopy(start) if start is not None else Decoder(VOCABULARY, generator)
-    reference.requires_grad_(False).eval()
-    policy = copy.deepcopy(reference).requires_grad_(True)
-    held_out = draw_prompts(settings.evaluation_prompts, torch.Generator().manual_seed(settings.seed + 1), held_out=True)
-    public = draw_prompts(settings.public_tests, generator, held_out=False) if verifier == "public-tests" else None
-    counts = dict.fromkeys(("optimizer_steps", "samples", "tokens", "pair_presentations"), 0)
-    stage = Stage(algorithm, settings, policy, reference, generator, verifier, public, row, mistake, counts)
-
-    history: list[Diagnostics] = []
-    began = time.perf_counter()
-
-    def record(step: int, old: Decoder, reports: list[Diagnostics]) -> None:
-        averages = {}
-        for name in ("loss", "gradient_norm", *method.own_columns):
-            reported = [report[name] for report in reports if name in report]
-            averages[name] = statistics.fmean(reported) if reported else math.nan
-        seconds = round(time.perf_counter() - began, 3)
-        measured = measure(policy, old, reference, stage, held_out)
-        row = {"step": step, **measured, **averages, **counts, "seconds": seconds}
-        history.append({name: row[name] for name in columns_of(algorithm)})
-        if on_step:
-            on_step(history[-1])
-
-    old = copy.deepcopy(policy)
-    record(0, old, [])
-    samples = sample_records(policy, stage, held_out, "before")
-    reports = []
-    # Dropout, when a mistake switches it on, can only draw from the global generator: it is lent and given back.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(settings.seed)
-        for step, report in enumerate(method.run(stage), start=1):
-            reports.append(report)
-            if step % settings.evaluate_every == 0 or step == settings.steps:
-                record(step, old, reports)
-                reports = []
-            old.load_state_dict(policy.state_dict())
-    samples += sample_records(policy, stage, held_out, "after")
-    return TrainingRun(algorithm, verifier, mistake, settings, row, history, samples, policy, reference)
-
-
-def check_names(algorithm: str, verifier: str, objective: str | None, mistake: str | None) -> None:
-    """Raises ValueError, naming the argument, for an unknown name or for two that do not go together."""
-    known = {"algorithm": (algorithm, METHODS), "verifier": (verifier, VERIFIERS)}
-    if objective is not None:
-        known["objective"] = (objective, TRAINABLE_ROWS)
-    if mistake is not None:
-        known["mistake"] = (mistake, MISTAKES)
-    for argument, (value, names) in known.items():
-        if value not in names:
-            raise ValueError(f"{argument}: got {value!r}, wanted one of {', '.join(names)}")
-    if objective is not None and algorithm != "grpo":
-        raise ValueError(f"objective: {objective} trains in the loop of grpo, not of {algorithm}")
-    if mistake is not None and algorithm not in MISTAKES[mistake].algorithms:
-        raise ValueError(
-            f"mistake: {mistake} makes no difference to {algorithm}; wanted one of {', '.join(MISTAKES[mistake].algorithms)}"
-        )
-    if verifier != "exact" and algorithm == "sft":
-        raise ValueError(f"verifier: sft learns from right answers and asks no verifier, so {verifier} makes no difference")
-
-
-
-
-# ------------------------------------------------------------------------------------------ files
-
-
-def without_nan(metrics: Diagnostics) -> dict:
-    """A row of the history for JSON, which has no NaN. Seconds stay in the CSV, so that equal runs write equal JSON."""
-    return {name: None if math.isnan(value) else value for name, value in metrics.items() if name != "seconds"}
-
-
-def without_infinity(fields: dict) -> dict:
-    """A row's fields for JSON, which has no infinity: a limit that is not there becomes "inf" or "-inf"."""
-    return {name: str(value) if value in (math.inf, -math.inf) else value for name, value in fields.items()}
-
-
-def run_document(run: TrainingRun, start: TrainingRun) -> dict:
-    """What OUTPUT/ALGORITHM.json holds: everything needed to run it again, and how it began and ended."""
-    parameters = sum(parameter.numel() for parameter in run.policy.parameters())
-    return {
-        "algorithm": run.algorithm,
-        "verifier": run.verifier,
-        "mistake": run.mistake,
-        "objective": None if run.row is None else without_infinity(dataclasses.asdict(run.row)),
-        "config": dataclasses.asdict(run.settings),
-        "supervised_start": {"mistake": start.mistake, "config": dataclasses.asdict(start.settings)},
-        "model": {"parameters": parameters, "dtype": str(run.policy.output.weight.dtype), "vocabulary": VOCABULARY},
-        "software": {**software(), "threads": torch.get_num_threads()},
-        "supervised_metrics": without_nan(start.history[-1]),
-        "initial_metrics": without_nan(run.history[0]),
-        "final_metrics": without_nan(run.history[-1]),
-    }
-
-
-def paths_of(folder: Path, algorithm: str) -> dict[str, Path]:
-    """The three files of one training."""
-    return {
-        "history": folder / f"{algorithm}.csv",
-        "document": folder / f"{algorithm}.json",
-        "samples": folder / f"{algorithm}-samples.jsonl",
-    }
-
-
-def save(folder: Path, run: TrainingRun, start: TrainingRun) -> None:
-    """Write the three files of a training, all or none."""
-    paths = paths_of(folder, run.algorithm)
-    replace_files(
-        {
-            paths["history"]: csv_text(run.history),
-            paths["document"]: json_text(run_document(run, start)),
-            paths["samples"]: "".join(json.dumps(record, allow_nan=False) + "\n" for record in run.samples),
-        }
-    )
-
-
-# ------------------------------------------------------------------------------------------ command line
-
-DESCRIPTION = """\
-Train a transformer of 100,000 parameters to write the distinct digits of a prompt in ascending order.
-Every run begins with a supervised start from 64 demonstrations (about half of its samples are right);
-then PPO, DPO, online DPO, GRPO or RLOO learn from a rule that checks answers. CPU, float32, seconds.
-Writes OUTPUT/ALGORITHM.csv (metrics), .json (settings) and -samples.jsonl (answers before and after)."""
-
-EXAMPLES = """\
-examples:
-  python -m extensions.tiny_lm --algorithm all
-  python -m extensions.tiny_lm --algorithm grpo --objective dr_grpo --output results-dr-grpo
-  python plot_results.py --input results-tiny-lm --output tiny-lm.svg
-
-a reward that can be cheated: full reward, accuracy 0; then the same held back by the KL to the reference
-  python -m extensions.tiny_lm --algorithm grpo --verifier sorted-only --kl 0 --output results-hacked
-  python -m extensions.tiny_lm --algorithm grpo --verifier sorted-only --kl 0.05 --output results-held
-
-an exact checker on too few prompts (try 4, 16 and 64)
-  python -m extensions.tiny_lm --algorithm grpo --verifier public-tests --public-tests 4 --kl 0 --output results-public4
-
-too few preference pairs: pair accuracy 1.0, yet worse answers than before
-  python -m extensions.tiny_lm --algorithm dpo --dpo-prompts 128 --output results-few-pairs
-
-verifiers (what each forgets):
-{verifiers}
-
-mistakes, made in the named algorithm while the supervised start before it stays right:
-{mistakes}
-
-Ranges in this text were measured over seeds 0, 7 and 19, single numbers with seed 7."""
-
-
-def examples() -> str:
-    """The end of the help text, with what the tables of this file say about verifiers and mistakes."""
-    verifiers = {
-        name: "forgets " + ", ".join(part for part in VERIFIERS["exact"] if part not in parts)
-        for name, parts in VERIFIERS.items()
-        if parts != VERIFIERS["exact"]
-    }
-    verifiers = {"exact": "forgets nothing", **verifiers, "public-tests": "forgets nothing, but knows few prompts"}
-    mistakes = {name: f"{mistake.what}\n{'':22}watch {mistake.watch}" for name, mistake in MISTAKES.items()}
-    lines = ["\n".join(f"  {name:19} {text}" for name, text in explained.items()) for explained in (verifiers, mistakes)]
-    return EXAMPLES.format(verifiers=lines[0], mistakes=lines[1])
-
-
-def build_parser() -> LabParser:
-    parser = LabParser(prog="python -m extensions.tiny_lm", description=DESCRIPTION, epilog=examples())
-    parser.add_argument("--algorithm", choices=(*METHODS, "all"), default="all", help="what to train; default all")
-    parser.add_argument(
-        "--objective", metavar="ROW", help="grpo only: train on this row of extensions/objectives.py; any without a critic"
-    )
-    parser.add_argument("--verifier", choices=tuple(VERIFIERS), default="exact", help="what gives the reward; default exact")
-    parser.add_argument("--mistake", choices=tuple(MISTAKES), help="switch on a well-known bug in the named algorithm")
-    folder = Path("results-tiny-lm")
-    parser.add_argument("--output", type=Path, default=folder, metavar="DIR", help=f"folder to write; default {folder}")
-    add_settings(parser, TinySettings)
-    # Whether these were given matters: a row of --objective has a KL weight of its own, and one verifier has public tests.
-    parser.set_defaults(kl=None, public_tests=None)
-    return parser
-
-
-def summary(runs: Sequence[TrainingRun]) -> str:
-    """Before and after, and what it cost."""
-    header = ["", "sampled accuracy", "greedy accuracy", "reward", "KL to ref", "length", "updates", "samples", "seconds"]
-    rows = []
-    for run in runs:
-        before, after = run.history[0], run.history[-1]
-        changes = [f"{before[name]:.3f} -> {after[name]:.3f}" for name in ("sampled_accuracy", "greedy_accuracy", "reward")]
-        rows.append(
-            [run.algorithm, *changes, f"{after['kl_current_reference']:.2f}", f"{after['response_length']:.2f}"]
-            + [f"{after[name]:.0f}" for name in ("optimizer_steps", "samples")]
-            + [f"{after['seconds']:.1f}"]
-        )
-    return format_table(header, rows)
-
-
-def remarks(run: TrainingRun) -> Iterator[str]:
-    """What a reader should not overlook in this run, from its own numbers."""
-    before, after = run.history[0], run.history[-1]
-    if run.mistake:
-        mistake = MISTAKES[run.mistake]
-        yield f"{run.algorithm}, mistake {run.mistake}: {mistake.what}. Watch {mistake.watch}."
-        yield "Compare with the same command without --mistake and with another --output."
-    gap_before, gap_after = (row["reward"] - row["sampled_accuracy"] for row in (before, after))
-    if gap_after - gap_before > 0.2:
-        yield (
-            f"{run.algorithm}: the verifier {run.verifier} gives {after['reward']:.3f}, the exact accuracy is "
-            f"{after['sampled_accuracy']:.3f}: the policy learned what is checked, which is not what was meant."
-        )
-    if run.algorithm == "ppo" and run.settings.steps <= run.settings.critic_rounds:
-        yield f"ppo: the policy never moved: {run.settings.critic_rounds} rounds are the critic's (--critic-rounds)."
-    pair_accuracy = after.get("pair_accuracy", 0)
-    if pair_accuracy > 0.95 and after["greedy_accuracy"] < before["greedy_accuracy"]:
-        yield (
-            f"{run.algorithm}: pair accuracy {pair_accuracy:.3f}, yet greedy accuracy fell from "
-            f"{before['greedy_accuracy']:.3f} to {after['greedy_accuracy']:.3f}: {after['pairs']:.0f} pairs learned by heart"
-        )
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    settings = {name: value for name, value in chosen_settings(arguments, TinySettings).items() if value is not None}
-    named = arguments.algorithm
-    if named == "all" and (arguments.mistake or arguments.objective):
-        flag = "--mistake" if arguments.mistake else "--objective"
-        parser.error(f"argument {flag}: name one --algorithm to use it in")
-    if "public_tests" in settings and arguments.verifier != "public-tests":
-        parser.error(f"argument --public-tests: the verifier {arguments.verifier} has none; add --verifier public-tests")
-    algorithms = tuple(METHODS) if named == "all" else (named,)
-    kl = settings.get("kl", None if arguments.objective else TinySettings.kl)
-    try:
-        for algorithm in algorithms:
-            verifier = "exact" if named == "all" and algorithm == "sft" else arguments.verifier
-            check_names(algorithm, verifier, arguments.objective, arguments.mistake)
-            objective_row(algorithm, arguments.objective, kl)
-    except ValueError as problem:
-        parser.error(f"argument --{problem}")
-    paths = [path for name in algorithms for path in paths_of(arguments.output, name).values()]
-    check_writable(paths, expected_bytes=500_000)
-
-    shared = {name: settings[name] for name in ("seed", "max_gradient_norm", "demonstrations", "evaluation_prompts")}
-    if named in ("sft", "all"):
-        own = settings if named == "sft" else {**shared, "evaluate_every": settings["evaluate_every"]}
-        start = train(
-            "sft", mistake=arguments.mistake if named == "sft" else None, on_step=progress("sft", own), **own
-        )
-        save(arguments.output, start, start)
-        runs = [start]
-    else:
-        # The supervised start is always right: a mistake is made in the training that was named.
-        start = train("sft", on_step=progress("sft", shared), **shared, evaluate_every=METHODS["sft"].steps)
-        runs = []
-    for algorithm in algorithms:
-        if algorithm == "sft":
-            continue
-        try:
-            run = train(
-                algorithm,
-                start.policy,
-                verifier=arguments.verifier,
-                objective=arguments.objective,
-                mistake=arguments.mistake,
-                on_step=progress(algorithm, settings, arguments.verifier),
-                **settings,
-            )
-        except ValueError as problem:
-            parser.error(f"{algorithm}: {problem}")
-        save(arguments.output, run, start)
-        runs.append(run)
-
-    details = [f"seed {settings['seed']}", f"verifier {arguments.verifier}"]
-    details += [f"objective {arguments.objective}"] if arguments.objective else []
-    details += [f"mistake {arguments.mistake}"] if arguments.mistake else []
-    print(", ".join(details) + f"; accuracy on {settings['evaluation_prompts']} held-out prompts\n")
-    print(summary(runs))
-    print()
-    for run in runs:
-        for remark in remarks(run):
-            print(remark)
-    if len(runs) > 1:
-        print("The trainings differ in samples, updates and learning rates: this is a check of each, not a ranking.")
-    tables = ", ".join(str(paths_of(arguments.output, run.algorithm)["history"]) for run in runs)
-    print(f"Files: {tables}; beside each .json and -samples.jsonl")
-
-
-def progress(algorithm: str, settings: dict[str, float], verifier: str = "exact") -> OnStep | None:
-    return progress_line(f"{algorithm:10}", settings.get("steps") or own_steps(algorithm, verifier), "sampled_accuracy")
-
-
-if __name__ == "__main__":
-    run_command(main)

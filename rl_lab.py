@@ -221,14 +221,20 @@ def td_residuals(rewards: Tensor, values: Tensor, next_values: Tensor, terminate
     _check_same_shape(rewards=rewards, terminated=terminated)
     _check_last_axis("rewards", rewards, 1, "the time steps")
     gamma = _check_number("gamma", gamma, 0.0, 1.0)
-    with torch.no_grad():
-        bootstrap = next_values.masked_fill(terminated, 0.0)
+    deltas = _residuals(rewards.detach(), values.detach(), next_values.detach(), terminated, gamma).to(dtype)
+    if not _all_finite(deltas):  # only now, since it takes time: which number is to blame
         _check_finite("rewards", rewards, "a failed reward computation")
         _check_finite("values", values, "a critic that has diverged")
-        _check_finite("next_values", bootstrap, "a critic that has diverged, or an unset value at a time limit")
-        deltas = (rewards + gamma * bootstrap - values).to(dtype)
+        used = torch.where(terminated, rewards, next_values)
+        _check_finite("next_values", used, "a critic that has diverged, or an unset value at a time limit")
         _check_finite("td residual", deltas, f"rewards or values near the largest number of {dtype}")
-        return deltas
+    return deltas
+
+
+def _residuals(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, gamma: float) -> Tensor:
+    """gamma * (0 if terminated else next_values) + rewards - values; in one piece of memory, which is quick to fill."""
+    bootstrap = next_values.masked_fill(terminated, 0.0)
+    return bootstrap.mul_(gamma).add_(rewards).sub_(values)
 
 
 def gae(
@@ -271,8 +277,7 @@ def gae(
             "likely the two flags were exchanged"
         )
     rewards, values, next_values = (tensor.detach() for tensor in wide)
-    # In place, since a large tensor takes longer to allocate than to add to.
-    deltas = next_values.masked_fill(terminated, 0.0).mul_(gamma).add_(rewards).sub_(values)
+    deltas = _residuals(rewards, values, next_values, terminated, gamma)
     sums = _discounted_sums(deltas, boundary, gamma * lam)
     advantages, returns = sums.to(dtype), (sums + values).to(dtype)
     if not (_all_finite(returns) and (dtype == sums.dtype or _all_finite(advantages))):

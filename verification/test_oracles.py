@@ -1551,20 +1551,6 @@ class ResponseLogps(OracleCase):
 class EveryDtype(OracleCase):
     """Each atom on numbers stored in each dtype, against itself in float64 on the same stored numbers."""
 
-    @classmethod
-    def setUpClass(cls):
-        program = (
-            "import torch\n"
-            "torch.set_default_dtype(torch.float16)\n"
-            "import rl_lab\n"
-            "print([example.result for example in rl_lab.worked_examples()])\n"
-            "print([rl_lab.train(name, steps=2).history for name in ('ppo', 'dpo', 'grpo')])\n"
-        )
-        command = [sys.executable, "-OO", "-B", "-c", program]  # beside the other tests of this class
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        cls.running = subprocess.Popen(command, cwd=Path(rl_lab.__file__).parent, **pipes)
-        cls.addClassCleanup(cls.running.communicate)
-
     @staticmethod
     def calls(draw: Draw) -> dict[str, tuple[Callable, dict[str, Tensor], dict]]:
         """Of each atom its floating arguments, in float64, and the others."""
@@ -1665,6 +1651,10 @@ class EveryDtype(OracleCase):
                 mask = (torch.arange(501) > 0).expand(2, -1)
                 exact = response_logps(logits.double(), ids, mask)
                 self.assertTrue(torch.equal(response_logps(logits, ids, mask), exact.to(dtype)))
+                for vocabulary in range(2, 40):  # equal tokens: each would be rounded to the same side
+                    level = torch.zeros(1, 101, vocabulary, dtype=dtype)
+                    scores = response_logps(level, torch.zeros(1, 101).long(), mask[:1, :101])
+                    self.assertEqual(scores.item(), torch.tensor(-100 * math.log(vocabulary)).to(dtype).item())
             with self.subTest("the cap of the ratio is that of the dtype: no inf", dtype=dtype):
                 far = torch.tensor([50.0 if dtype == torch.float16 else 1e4], dtype=dtype, requires_grad=True)
                 loss = clipped_policy_loss(far, torch.zeros_like(far), -torch.ones_like(far))
@@ -1673,14 +1663,6 @@ class EveryDtype(OracleCase):
             with self.subTest("a clip so wide that it never acts", dtype=dtype):
                 logp = torch.tensor([1.0], dtype=dtype)
                 self.assertClose(clipped_policy_loss(logp, 0 * logp, -logp, epsilon=1e6), [math.e], atol=2 * eps)
-
-    def test_nothing_depends_on_the_default_dtype_or_on_docstrings(self):
-        """Every worked example and some steps of every training, in a process with another default, run with -OO."""
-        out, err = self.running.communicate()
-        self.assertEqual(err, "")
-        examples = [example.result for example in rl_lab.worked_examples()]
-        histories = [rl_lab.train(name, steps=2).history for name in ("ppo", "dpo", "grpo")]
-        self.assertEqual(out.splitlines(), [repr(examples), repr(histories)])
 
     def test_no_atom_depends_on_the_default_dtype(self):
         calls = self.calls(Draw(3))
@@ -1697,6 +1679,24 @@ class EveryDtype(OracleCase):
                             self.assertEqual(str(got), str(right.setdefault(name, got)))
         finally:
             torch.set_default_dtype(before)
+
+
+class AnotherInterpreter(OracleCase):
+    def test_nothing_depends_on_the_default_dtype_or_on_docstrings(self):
+        """Every worked example and some steps of every training, in a process with another default, run with -OO."""
+        program = (
+            "import torch\n"
+            "torch.set_default_dtype(torch.float16)\n"
+            "import rl_lab\n"
+            "print([example.result for example in rl_lab.worked_examples()])\n"
+            "print([rl_lab.train(name, steps=2).history for name in ('ppo', 'dpo', 'grpo')])\n"
+        )
+        command, folder = [sys.executable, "-OO", "-B", "-c", program], Path(rl_lab.__file__).parent
+        finished = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        self.assertEqual(finished.stderr, "")
+        examples = [example.result for example in rl_lab.worked_examples()]
+        histories = [rl_lab.train(name, steps=2).history for name in ("ppo", "dpo", "grpo")]
+        self.assertEqual(finished.stdout.splitlines(), [repr(examples), repr(histories)])
 
 
 # ------------------------------------------------------------------------------------------ reductions
@@ -1859,6 +1859,18 @@ class Descend(OracleCase):
         self.assertEqual(optimizer.received[0].tolist(), [3, 4])
         self.assertEqual(descend((parameter * f64(0, 0)).sum(), optimizer, 5.0, "here"), 0.0)
         self.assertEqual(optimizer.received[0].tolist(), [0, 0])
+
+    def test_identity_nothing_is_said(self):
+        """A loss that is handed on as a tensor where a number is wanted makes torch warn on stderr, once per process."""
+        parameter = leaf(1, 2)
+        torch.set_warn_always(True)
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                descend(parameter.square().sum(), RecordingOptimizer(parameter), 5.0, "here")
+        finally:
+            torch.set_warn_always(False)
+        self.assertEqual([str(warning.message) for warning in said], [])
 
     def test_identity_one_adam_step_on_the_scaled_gradient(self):
         mine, theirs = leaf(1, 2), leaf(1, 2)
@@ -2337,6 +2349,20 @@ class SgdStep(OracleCase):
 
 
 # ------------------------------------------------------------------------------------------ plot_results.py
+
+
+class WholeCheck(OracleCase):
+    def test_it_starts_from_a_table_of_zeros(self):
+        """To the last bit, since results-tokens.json is compared by bytes: equal logits of 1 give other last digits."""
+        zeros, ids, mask = torch.zeros(5, 5, dtype=torch.float64), token_objectives.INPUT_IDS, token_objectives.RESPONSE_MASK
+        report = token_objectives.run_check()
+        for name, loss in (
+            ("dpo", lambda t: token_objectives.dpo_sequence_loss(t, zeros, ids, mask)),
+            ("grpo", lambda t: token_objectives.grpo_sequence_loss(t, zeros, zeros, ids, mask)),
+        ):
+            step = token_objectives.sgd_step(loss, zeros)
+            for field in ("loss_before", "loss_after", "gradient_norm"):
+                self.assertEqual(report[name][field], getattr(step, field), (name, field))
 
 
 class PlottedFormulas(OracleCase):

@@ -333,6 +333,9 @@ class _WithoutWording(ast.NodeTransformer):
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
         return ast.Constant("")
 
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        return None if isinstance(node.value, ast.Constant) else self.generic_visit(node)
+
 
 def function_stamps(file: str, source: str) -> dict[str, str]:
     """"FILE FUNCTION" -> a short hash of the function without its wording. Classes count as functions."""

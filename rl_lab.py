@@ -5,7 +5,8 @@ Reading order: atoms (pure functions on tensors), the bandit (the task), trainin
 Letters: B batch rows, A actions, T time steps or token positions, G answers to one prompt, V vocabulary, C contexts;
 `[..., T]` means any leading axes. `old` is the policy that produced the samples; it stays fixed while its batch is
 reused. `reference` is the policy to stay near; it never changes. A `*_loss` is minimised. Loss atoms return one value
-per sample or token: the caller writes the reduction.
+per sample or token: the caller writes the reduction. float16 and bfloat16 are computed in float32 and wider ones as they
+are; a result has the dtype of the arguments.
 
 Same as the papers: the clipped surrogate (PPO, arXiv 1707.06347), GAE (arXiv 1506.02438), the DPO loss (arXiv
 2305.18290), group advantages (GRPO in DeepSeekMath, arXiv 2402.03300). Simplified: one-step episodes, a table of logits
@@ -134,7 +135,7 @@ def _widened(**tensors: Tensor) -> tuple[torch.dtype, list[Tensor]]:
     _check_kind("floating", **tensors)
     _check_same_shape(**tensors)
     dtypes = {tensor.dtype for tensor in tensors.values()}
-    dtype = dtypes.pop() if len(dtypes) == 1 else functools.reduce(torch.promote_types, dtypes)
+    dtype = functools.reduce(torch.promote_types, dtypes)
     wide = torch.float32 if dtype in _HALF else dtype
     return dtype, [tensor if tensor.dtype == wide else tensor.to(wide) for tensor in tensors.values()]
 
@@ -546,7 +547,7 @@ def groups_without_spread(rewards: Tensor) -> Tensor:
     _, (rewards,) = _widened(rewards=rewards)
     _check_last_axis("rewards", rewards, 1, "the answers to one prompt")
     _check_finite("rewards", rewards, "a failed verifier or reward model")
-    scaled, _ = _in_units_of_the_largest(rewards.detach().double())
+    scaled, _ = _in_units_of_the_largest(rewards.detach())
     low, high = scaled.aminmax(dim=-1)
     return high - low <= SPREAD_TOLERANCE * torch.finfo(rewards.dtype).eps * torch.maximum(low.abs(), high.abs())
 
@@ -564,7 +565,7 @@ def group_advantages(rewards: Tensor, eps: float = 1e-8) -> Tensor:
     """
     equal = groups_without_spread(rewards)
     _check_last_axis("rewards", rewards, 2, "the answers to one prompt: one answer has nothing to be compared with")
-    eps = _check_number("eps", eps, 0.0, dtype=torch.float64)
+    eps = _check_number("eps", eps, 0.0)
     with torch.no_grad():
         scaled, unit = _in_units_of_the_largest(rewards.double())
         centred = scaled - scaled.mean(dim=-1, keepdim=True)

@@ -177,7 +177,8 @@ class OracleCase(Case):
                 got = other.dtype if isinstance(other, Tensor) else type(other).__name__
                 with self.subTest(argument=name, got=got):
                     article = "an" if kind == "integer" else "a"
-                    with self.assertRaisesRegex(TypeError, rf"^{name}: got (dtype )?{got}, wanted {article} {kind}\b"):
+                    noun = "dtype" if isinstance(other, Tensor) else "torch.Tensor"
+                    with self.assertRaisesRegex(TypeError, rf"^{name}: got (dtype )?{got}, wanted {article} {kind} {noun}"):
                         atom(**{**good, name: other})
             for other, words in self.tensors_without_plain_numbers(tensor):
                 with self.subTest(argument=name, got=words), self.assertRaisesRegex(TypeError, rf"^{name}: got .*{words}"):
@@ -192,7 +193,8 @@ class OracleCase(Case):
         """The same tensor in forms that torch has and arithmetic has not, each with a word of the refusal."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch announces changes of sparse and of quantized tensors
-            others = [(tensor.to("meta"), "meta"), (tensor.to_sparse(), "sparse")]
+            others = [(tensor.to("meta"), "a meta tensor"), (tensor.to_sparse(), "a sparse_coo tensor")]
+            others.append((torch.nested.nested_tensor([tensor.reshape(-1)]), "a nested tensor"))
             for name in ("float8_e4m3fn", "float8_e5m2"):
                 if hasattr(torch, name):
                     others.append((tensor.to(getattr(torch, name)), name))
@@ -425,8 +427,8 @@ class TdResiduals(OracleCase):
             ({"values": f64(INF, 0)}, ValueError, r"^values: got inf at index \[0\].*critic that has diverged"),
             ({"values": f64(0, NAN)}, ValueError, r"^values: got nan at index \[1\]"),
             ({"next_values": f64(NAN, 0)}, ValueError, r"^next_values: got nan at index \[0\].*unset value at a time limit"),
-            ({name: f64(0).squeeze().to(value.dtype) for name, value in good.items()}, ValueError, "the time steps"),
-            ({name: value[:0] for name, value in good.items()}, ValueError, r"got shape \(0,\).*the time steps"),
+            ({name: f64(0).squeeze().to(value.dtype) for name, value in good.items()}, ValueError, "^rewards: .*the time steps"),
+            ({name: value[:0] for name, value in good.items()}, ValueError, r"^rewards: got shape \(0,\).*the time steps"),
             (dict(rewards=f64(0, 1e308), values=f64(0, -1e308)), ValueError, r"^td residual: got inf at index \[1\]"),
         )
 
@@ -457,8 +459,8 @@ class Gae(OracleCase):
     @on_random_cases(6)
     def test_definition_of_long_series(self, draw):
         """The docstring's loop, row by row, for series that gae sums in blocks of steps, and for few rows."""
-        for rows, count in ((20, 150), (3, 150), (20, 64), (20, 65)):
-            steps = Steps(draw, (rows,), count)
+        for rows, count in (((20,), 150), ((3,), 150), ((20,), 64), ((20,), 65), ((2, 3), 20), ((4, 5), 20), ((4, 5), 3)):
+            steps = Steps(draw, rows, count)
 
             def loop(rewards, values, next_values, terminated, boundary) -> list[float]:
                 deltas = [td_definition(*step, steps.gamma) for step in zip(rewards, values, next_values, terminated)]
@@ -610,6 +612,8 @@ class Gae(OracleCase):
             ({"rewards": f64(NAN, 0)}, ValueError, "^rewards: got nan"),
             ({"values": f64(NAN, 0)}, ValueError, "^values: got nan"),
             ({"next_values": f64(NAN, 0)}, ValueError, "^next_values: got nan"),
+            ({name: value[:0] for name, value in good.items()}, ValueError, r"^rewards: got shape \(0,\).*the time steps"),
+            (dict(terminated=flags(1), boundary=flags(1)), ValueError, "^shapes differ: got rewards"),
         )
         # Finite numbers whose residual is not: 1e308 + 1e308 overflows, and 0 * inf would cross the boundary as NaN.
         overflow = dict(rewards=f64(0, 1e308), values=f64(0, -1e308), terminated=flags(1, 1), boundary=flags(1, 1))
@@ -634,6 +638,13 @@ class Gae(OracleCase):
         # delta = (1e308 - 1e308, 1e308): A_0 = 1e308 is a number, A_0 + V_0 = 2e308 is none.
         with self.assertRaisesRegex(ValueError, r"^returns: got inf at index \[0\]"):
             gae(f64(1e308, 1e308), f64(1e308, 0), f64(0, 0), flags(0, 1), flags(0, 1), 1.0, 1.0)
+        half = [torch.tensor([x], dtype=torch.float16) for x in (4e4, -3e4, 0)]  # A = 7e4 overflows, A + V = 4e4 does not
+        with self.assertRaisesRegex(ValueError, r"^advantages: got inf at index \[0\]"):
+            gae(*half, flags(1), flags(1))
+        two_axes = f64([[1, 1, 1], [1, 1, 1]], [[1, 1e308, 1e308], [1, 1, 1]])
+        ends = flags(1, 0, 1).expand(2, 2, 3)
+        with self.assertRaisesRegex(ValueError, r"^advantages: got inf at index \[1, 0, 1\]"):
+            gae(two_axes, 0 * two_axes, 0 * two_axes, ends, ends, 1.0, 1.0)
 
 
 # ------------------------------------------------------------------------------------------ atoms: ratio and clipping
@@ -855,6 +866,11 @@ class ClippedValueLoss(OracleCase):
         good = dict(values=f64(1, 2), old_values=f64(1, 2), returns=f64(1, 2))
         self.assertRefusesWrongTensors(clipped_value_loss, **good)
         self.assertRefusesNumbers(clipped_value_loss, good, "epsilon", "above 0", (0, -0.2))
+        single = {name: x.float() for name, x in good.items()}
+        largest = torch.finfo(torch.float32).max
+        self.assertClose(clipped_value_loss(**single, epsilon=largest), [0, 0])
+        with self.assertRaisesRegex(ValueError, "^epsilon: got .*, wanted a number that torch.float32 holds"):
+            clipped_value_loss(**single, epsilon=1.01 * largest)
 
 
 # ------------------------------------------------------------------------------------------ atoms: KL
@@ -1351,6 +1367,11 @@ class ZeroVarianceProbability(OracleCase):
             for count in (8, 1000, 100_000):
                 rows = Draw(count).normal(20, count).softmax(-1).to(dtype)
                 self.assertEqual(zero_variance_probability(rows, 8).dtype, dtype)
+        # A million shares of 1e-6 are 1.0133e-6 each in float16, whose smallest number is 6e-8.
+        many = torch.full((1, 1_000_000), 1e-6, dtype=torch.float16)
+        self.assertEqual(zero_variance_probability(many, 2).item(), torch.tensor(1e-6).half().item())
+        with self.assertRaisesRegex(ValueError, "likely logits"):
+            zero_variance_probability(torch.tensor([0.5, 0.51], dtype=torch.float16), 2)
 
     def test_refusals(self):
         good = dict(probabilities=f64(0.3, 0.7), group_size=3)
@@ -1483,6 +1504,10 @@ class ResponseTokenLogps(OracleCase):
         self.assertEqual(response_logps(torch.zeros(0, 3, 1), nothing, nothing.bool()).shape, (0,))
 
     def test_refusals(self):
+        for bad in ([NAN, 0.0], [INF, 0.0], [-INF, -INF]):  # at a position that is used
+            logits = torch.tensor([[[0.0, 0.0], bad, [0.0, 0.0]]])
+            with self.subTest(bad=bad), self.assertRaisesRegex(ValueError, r"^logits: the row at index \[0, 1\] is no dist"):
+                response_token_logps(logits, torch.tensor([[0, 1, 1]]), flags([0, 1, 1]))
         good = dict(
             logits=torch.zeros(2, 3, 4),
             input_ids=torch.tensor([[0, 1, 2], [0, 3, 1]]),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from extensions import audit_advantages
-from extensions.audit_advantages import AdvantageMatch, AdvantageResult
-from extensions.audit_declared import ADVANTAGE_DEFAULTS, Declared
-from extensions.audit_mistakes import CATALOGUE, finding
-from extensions.audit_read import Recording
-from extensions.audit_report import DECIDES_ADVANTAGES, MOST_MATCHES, Report, cannot_tell_from, row_names, tie_lines
-from extensions.audit_search import differing
+from extensions.audit.catalogue import CATALOGUE, finding
+from extensions.audit.declared import ADVANTAGE_DEFAULTS, Declared
+from extensions.audit.read.recording import Recording
+from extensions.audit.say.report import DECIDES_ADVANTAGES, MOST_MATCHES, Report, cannot_tell_from, row_names, tie_lines
+from extensions.audit.search.match import differing
+from extensions.audit.search.over_time import search_time
+from extensions.audit.search.rules import AdvantageMatch, AdvantageResult, rows_with
 
 
 _ADVANTAGE_FINDINGS = {"std_eps": "std_eps_differs", "std_guard": "std_eps_differs"}
@@ -26,7 +26,7 @@ def say_advantages(recording: Recording, declared: Declared | None, result: Adva
         _say_unchecked(result, report)
     elif matches:
         for match in matches[:3]:
-            names = audit_advantages.rows_with(match.fields)
+            names = rows_with(match.fields)
             lines.append(f"{match.label()}{row_names(names)}" + (f"  ({match.remark})" if match.remark else ""))
         ties = tie_lines([m.fields for m in matches], DECIDES_ADVANTAGES, {})
         lines += ties
@@ -57,7 +57,7 @@ def say_advantages(recording: Recording, declared: Declared | None, result: Adva
 
 def _as_json(result: AdvantageResult) -> dict:
     def one(m: AdvantageMatch) -> dict:
-        mistake = {"mistake": m.mistakes[0]} if m.mistakes else {"rows": audit_advantages.rows_with(m.fields)}
+        mistake = {"mistake": m.mistakes[0]} if m.mistakes else {"rows": rows_with(m.fields)}
         return {**m.fields, **mistake, "largest_difference": m.gap, "reads": m.reads}
 
     return {
@@ -128,7 +128,7 @@ def _baseline_notes(recording: Recording, matches, report: Report) -> None:
 def say_time(recording: Recording, report: Report) -> None:
     """Search a rollout of an environment, and fill the advantages, their lines and their findings of the report."""
     lines = report.lines.setdefault("advantages", [])
-    result = audit_advantages.search_time(recording)
+    result = search_time(recording)
     report.remarks += result.remarks
     report.lines["loss"] = ["not checked: a rollout of an environment, no loss in it"]
     report.advantages = _as_json(result)

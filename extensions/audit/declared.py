@@ -14,7 +14,8 @@ from typing import Sequence
 
 import numpy as np
 
-from extensions.audit_read import CANONICAL, NUMBERS, Recording
+from extensions.audit.read.recording import CANONICAL, NUMBERS, Recording
+from extensions.audit.search.match import Match
 from extensions.objectives import PREFERENCE_ROWS, ROWS, PreferenceRow, Row
 
 
@@ -30,7 +31,7 @@ class Declared:
         return isinstance(self.row, PreferenceRow)
 
     def loss_fields(self, recording: Recording) -> dict:
-        """The loss part under the names of audit_search.Match.fields; what has no effect is left out."""
+        """The loss part under the names of Match.fields; what has no effect is left out."""
         row = self.row
         fields: dict = {"ratio": row.ratio, "reduction": row.reduction}
         if row.ratio != "none":

@@ -2,7 +2,7 @@
 
 A mistake here is an edit of a right computation: of the mask, of one term of the loss, of a denominator, of the group
 statistics, of the flags in time, of the pairs. The edits themselves stand beside the search that tries them
-(audit_search, audit_advantages, audit_preferences); this file holds their names and words, in the order of the guide's
+(search/); this file holds their names and words, in the order of the guide's
 own chapters. `python -m extensions.audit --list` prints it.
 """
 

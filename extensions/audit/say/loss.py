@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from extensions import audit_checks, audit_forms, audit_search
-from extensions.audit_advantages import AdvantageResult
-from extensions.audit_declared import Declared
-from extensions.audit_mistakes import CATALOGUE, Finding, finding
-from extensions.audit_read import Recording
-from extensions.audit_report import (
+from extensions.audit.catalogue import CATALOGUE, Finding, finding
+from extensions.audit.checks.healthy import not_mistakes
+from extensions.audit.declared import Declared
+from extensions.audit.read.recording import Recording
+from extensions.audit.say.report import (
     DECIDES_LOSS,
     MOST_MATCHES,
     Report,
@@ -25,7 +24,12 @@ from extensions.audit_report import (
     tie_lines,
     tied,
 )
-from extensions.audit_search import LOSS_DEFAULTS, LossResult, Match, against
+from extensions.audit.search.forms import Form, Spec, build_batch
+from extensions.audit.search.loss import VALUE_COEFS, value_forms
+from extensions.audit.search.masks import mask_edits
+from extensions.audit.search.match import LOSS_DEFAULTS, LossResult, Match, against, rows_with
+from extensions.audit.search.rules import AdvantageResult
+from extensions.audit.search.screen import Screen, Target
 from extensions.objectives import Row, evaluate
 
 UNSURE = 0.2
@@ -103,7 +107,7 @@ class LossVerdict:
                 f"the value alone is weak here: {result.chance:.2g} matches are expected by accident. dloss_dlogps would "
                 "decide"
             )
-        report.findings += audit_checks.not_mistakes(self.recording, result, self.has_gradient)
+        report.findings += not_mistakes(self.recording, result, self.has_gradient)
 
     def cannot_tell(self, line: str) -> None:
         self.lines.append(line)
@@ -126,7 +130,7 @@ class LossVerdict:
 
     def say_match(self, matches: list[Match]) -> None:
         best, same = matches[0], tied(matches)
-        rows = dict.fromkeys(name for m in same for name in audit_search.rows_with(m.fields))
+        rows = dict.fromkeys(name for m in same for name in rows_with(m.fields))
         self.say_best(best, f"{best.label()}{row_names(list(rows))}")
         if best.weak:  # a denominator was solved
             solved = ("budget (max_completion_length)" if "budget" in m.fields else "num_items_in_batch" for m in same)
@@ -222,7 +226,7 @@ class LossVerdict:
                 "this by default, a mean over padded slots does it by mistake."
             )
             found.append(finding("padding_in_denominator", "warning", evidence))
-        if not (best.weak or f.get("token_losses") or any(audit_search.rows_with(m.fields) for m in same)):
+        if not (best.weak or f.get("token_losses") or any(rows_with(m.fields) for m in same)):
             found.append(finding("unnamed_combination", "note", best.label() + "."))
         return found
 
@@ -335,7 +339,7 @@ def recomputed(recording: Recording, match: Match):
         return None
     choices = {field.name: f[field.name] for field in dataclasses.fields(Row) if field.name in f}
     try:
-        batch = audit_forms.build_batch(recording, advantages=advantages)
+        batch = build_batch(recording, advantages=advantages)
         changes = {name: f[name] for name in ("window_tokens", "budget") if name in f}
         if "global_batch_size" not in f:
             changes["window_rows"] = None
@@ -398,7 +402,7 @@ def _rows_of_edit(recording: Recording, name: str) -> list[int]:
     """Rows whose mask this mistake changes."""
     if "mask" not in recording.arrays:
         return []
-    edit = audit_forms.mask_edits(recording).get(name)
+    edit = mask_edits(recording).get(name)
     return [] if edit is None else np.flatnonzero((edit != recording.arrays["mask"]).any(1)).tolist()
 
 
@@ -413,23 +417,23 @@ def say_value_loss(recording: Recording, report: Report) -> None:
         return
     mask = torch.as_tensor(recording.arrays["mask"])
     gradient = recording.get("dloss_dvpreds")
-    target = audit_search.Target(
+    target = Target(
         recording.number("loss"), None if gradient is None else torch.as_tensor(gradient), recording.eps
     )
-    batch = audit_forms.build_batch(recording, advantages=np.ones(len(mask)))
-    result = audit_search.LossResult()
-    screen = audit_search.Screen(recording, batch, target, result)
+    batch = build_batch(recording, advantages=np.ones(len(mask)))
+    result = LossResult()
+    screen = Screen(recording, batch, target, result)
 
-    def spec(fields: dict, coef: float, value, slope, mistake) -> audit_forms.Spec:
-        made = audit_forms.Form(-coef * torch.where(mask, value, 0.0), -coef * torch.where(mask, slope, 0.0))
-        return audit_forms.Spec({**fields, "value_coef": coef}, mistake, lambda _: made)
+    def spec(fields: dict, coef: float, value, slope, mistake) -> Spec:
+        made = Form(-coef * torch.where(mask, value, 0.0), -coef * torch.where(mask, slope, 0.0))
+        return Spec({**fields, "value_coef": coef}, mistake, lambda _: made)
 
-    forms = [
+    tried = [
         spec(fields, coef, value, slope, mistake)
-        for fields, value, slope, mistake in audit_search.value_forms(recording, mask)
-        for coef in audit_search.VALUE_COEFS
+        for fields, value, slope, mistake in value_forms(recording, mask)
+        for coef in VALUE_COEFS
     ]
-    screen.try_forms(screen.digest(forms), kl="none")
+    screen.try_forms(screen.digest(tried), kl="none")
     result.matches.sort(key=lambda m: m.order)
     strong = [m for m in result.matches if not m.weak]
     result.matches = strong or result.matches

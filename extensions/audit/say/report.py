@@ -11,9 +11,8 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Sequence
 
-from extensions import audit_search
-from extensions.audit_mistakes import SEVERITIES, Finding
-from extensions.audit_search import Match
+from extensions.audit.catalogue import SEVERITIES, Finding
+from extensions.audit.search.match import Match, rows_with
 
 
 @dataclass
@@ -73,7 +72,7 @@ def match_json(m: Match) -> dict:
         "by": m.by,
         "gradient_residual": m.residual,
         "loss_difference": m.gap,
-        "rows": audit_search.rows_with(m.fields),
+        "rows": rows_with(m.fields),
         "in_words": m.label(),
         **({"mistakes": list(m.mistakes)} if m.mistakes else {}),
         **({"remarks": list(m.remarks)} if m.remarks else {}),

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from extensions.audit_read import Recording
-from extensions.audit_search import FACTORS
-from extensions.audit_forms import mask_edits
+from extensions.audit.read.recording import Recording
+from extensions.audit.search.masks import mask_edits
+from extensions.audit.search.screen import FACTORS
 from extensions.objectives import PREFERENCE_ROWS, PreferenceRow, Preferences, evaluate_preference, make_preferences
 
 BETAS = (0.1, 0.01, 0.05, 0.2, 0.3, 0.5, 1.0, 2.0, 2.5, 0.02, 0.04, 0.03, 10.0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from extensions import audit_checks, audit_preferences
-from extensions.audit_declared import Declared
-from extensions.audit_mistakes import CATALOGUE, Finding, finding
-from extensions.audit_preferences import PairMatch
-from extensions.audit_read import Recording
-from extensions.audit_report import MOST_MATCHES, Report, cannot_tell_from, row_names, tie_lines
+from extensions.audit.catalogue import CATALOGUE, Finding, finding
+from extensions.audit.checks.healthy import pair_findings
+from extensions.audit.declared import Declared
+from extensions.audit.read.recording import Recording
+from extensions.audit.say.report import MOST_MATCHES, Report, cannot_tell_from, row_names, tie_lines
+from extensions.audit.search.pairs import PairMatch, search_preferences
 from extensions.objectives import PreferenceRow
 
 DECIDES_PAIRS = {
@@ -29,7 +29,7 @@ def say_pairs(recording: Recording, declared: Declared | None, report: Report) -
     row = declared.row if declared is not None and declared.is_pairs else None
     if row is not None and "beta" in declared.set_fields:
         recording.numbers.setdefault("beta", row.beta)
-    result = audit_preferences.search_preferences(recording, declared=row.name if row is not None else None)
+    result = search_preferences(recording, declared=row.name if row is not None else None)
     has_gradient = any(name in recording.arrays for name in ("dloss_dlogps", "dloss_dchosen_logps"))
     is_reported = recording.number("loss") is not None or has_gradient
     report.remarks += result.remarks
@@ -66,7 +66,7 @@ def say_pairs(recording: Recording, declared: Declared | None, report: Report) -
         lines.append("not checked: no loss and no gradient recorded")
     by_accident = "" if has_gradient else f"; {result.chance:.2g} expected by accident"
     lines.append(f"{result.tried} hypotheses tried{by_accident}")
-    report.findings += audit_checks.pair_findings(recording, result)
+    report.findings += pair_findings(recording, result)
 
 
 def _as_json(match: PairMatch) -> dict:

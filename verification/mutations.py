@@ -5,7 +5,8 @@
     python -m verification.mutations --only hand         the hand-written list alone
     python -m verification.mutations --only Adam.step    mutants whose description contains the word
     python -m verification.mutations --list              print the mutants, run none
-    python -m verification.mutations --files extensions/objectives/*.py      those of other files, with the tests beside them
+    python -m verification.mutations --files extensions/objectives/*.py --sample 200
+                                                         200 of those of other files, with the tests of their folder
 
 A mutant is the source with one place changed. Two kinds are made of rl_lab.py, ppo_chain.py and token_objectives.py:
 `HAND_WRITTEN`, the mistakes that people make in PPO, DPO and GRPO; and mechanical ones, generated from the syntax tree
@@ -617,14 +618,14 @@ class Lane:
 def test_modules(files: Sequence[str] = FILES) -> list[str]:
     """The tests that are meant for these files: of the top level, test_rl_lab and the modules of verification/ (without the
     test of this file); of an extension, the tests in its folder and the modules of verification/ that name it."""
-    names = []
+    top_level = bool(set(files) & set(FILES))
+    extensions = {file.split("/")[1] for file in files if file.startswith("extensions/")}
+    modules = ["test_rl_lab"] if top_level else []
     for path in sorted((ROOT / "verification").glob("test_*.py")):
-        extensions = [file.split("/")[1] for file in files if file.startswith("extensions/")]
-        if path.stem != "test_teeth" and (set(files) & set(FILES) or any(f"_{name}_" in path.stem for name in extensions)):
-            names.append(f"verification.{path.stem}")
-    beside = {path for file in files if "/" in file for path in (ROOT / file).parent.glob("test_*.py")}
-    names += [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(beside)]
-    return ["test_rl_lab", *names] if set(files) & set(FILES) else names
+        if path.stem != "test_teeth" and (top_level or any(f"_{name}_" in path.stem for name in extensions)):
+            modules.append(f"verification.{path.stem}")
+    beside = sorted(path for name in extensions for path in (ROOT / "extensions" / name).rglob("test_*.py"))
+    return modules + [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in beside]
 
 
 def digest(names: Sequence[str], sources: dict[str, str]) -> str:
@@ -766,6 +767,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="test modules; default test_rl_lab and verification.test_*, for extensions the tests in their folder",
     )  # fmt: skip
     parser.add_argument("--restamp", action="store_true", help="note the functions of the listed equivalents as they are now")
+    sample_help = "run only N of them, evenly spread: the hand-written ones too"
+    parser.add_argument("--sample", type=int, metavar="N", help=sample_help)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants tried at a time; default 1")
     parser.add_argument("--equivalents", action="store_true", help="run the listed equivalent mutants too")
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
@@ -780,6 +783,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.jobs <= 64:
         parser.error(f"argument --jobs: got {arguments.jobs}, wanted a whole number from 1 to 64")
+    if arguments.sample is not None and arguments.sample < 1:
+        parser.error(f"argument --sample: got {arguments.sample}, wanted a whole number above 0")
 
     files = []
     for file in arguments.files:
@@ -802,6 +807,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"argument --only: no mutant contains {words!r}; see --list")
     if arguments.only:
         mutants = [mutant for mutant in mutants if any(map(mutant.matches, arguments.only))]
+    if arguments.sample:
+        count = min(arguments.sample, len(mutants))
+        mutants = [mutants[number * len(mutants) // count] for number in range(count)]
     if arguments.list:
         print("\n".join(map(str, mutants)))
         return

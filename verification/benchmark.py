@@ -292,7 +292,9 @@ def measure_adam(rounds: int) -> list[Comparison]:
     return [Comparison(what, "import torch", "s", constructed, imported, None)]
 
 
-MEASUREMENTS = {"gae": measure_gae, "half": measure_half, "tokens": measure_tokens, "process": measure_process, "adam": measure_adam}
+MEASUREMENTS = dict(
+    gae=measure_gae, half=measure_half, tokens=measure_tokens, process=measure_process, adam=measure_adam
+)
 
 
 def build_parser() -> LabParser:

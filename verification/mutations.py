@@ -353,7 +353,8 @@ def function_stamps(file: str, source: str) -> dict[str, str]:
 
     tree = _WithoutWording().visit(ast.parse(source))
     visit(ast.iter_child_nodes(tree), "")
-    texts[f"{file} module"] = "".join(ast.unparse(n) for n in tree.body if not isinstance(n, (ast.FunctionDef, ast.ClassDef)))
+    rest = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    texts[f"{file} module"] = "".join(map(ast.unparse, rest))
     return {place: hashlib.sha256(text.encode()).hexdigest()[:8] for place, text in texts.items()}
 
 
@@ -401,7 +402,7 @@ def restamp(sources: dict[str, str]) -> str:
     places = sorted({place_of(key) for group in listed["groups"] for key in group["mutants"]})
     listed["functions"] = {place: stamps.get(place) or listed["functions"][place] for place in places}
     EQUIVALENT.write_text(json.dumps(listed, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return f"{len(places)} functions with equivalents noted as they are; {gone} entries that are no mutants any more taken out"
+    return f"{len(places)} functions with equivalents noted as they are; {gone} entries that are no mutants now taken out"
 
 
 # ------------------------------------------------------------------------------------------ running tests on a mutant
@@ -677,7 +678,8 @@ def try_mutants(
         if stored is None:
             print("running the tests on the unchanged source ...", file=sys.stderr, flush=True)
             lane = lanes[0]
-            os.waitpid(in_fork(lambda report: report(measure_baseline(lane.folder, names, sources)._asdict()), lane.result), 0)
+            measure = lambda report: report(measure_baseline(lane.folder, names, sources)._asdict())  # noqa: E731
+            os.waitpid(in_fork(measure, lane.result), 0)
             stored = json.loads(lane.result.read_text())
             if "problem" in stored:
                 raise ValueError(stored["problem"])
@@ -766,7 +768,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--tests", nargs="+", metavar="MODULE",
         help="test modules; default test_rl_lab and verification.test_*, for extensions the tests in their folder",
     )  # fmt: skip
-    parser.add_argument("--restamp", action="store_true", help="note the functions of the listed equivalents as they are now")
+    restamp_help = "note the functions of the listed equivalents as they are now"
+    parser.add_argument("--restamp", action="store_true", help=restamp_help)
     sample_help = "run only N of them, evenly spread: the hand-written ones too"
     parser.add_argument("--sample", type=int, metavar="N", help=sample_help)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants tried at a time; default 1")

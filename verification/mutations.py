@@ -23,6 +23,11 @@ failure. A test that never calls the mutated function, itself or in a program it
                  notice, and run. When they have been read again: --restamp
     SURVIVED     a hole in the tests: the command then exits with 1
 
+How long: the tests run once on the unchanged source, half a minute, then about a second of computing goes to each mutant.
+Measured on two busy cores: the 1,077 of the atoms with --tests verification.test_oracles took 12 minutes, 40 of
+extensions/objectives 2 minutes. At that rate all 4,000 of the top level take an hour, the 8,300 of extensions/objectives two
+and a half, the 18,000 of extensions/audit longer than a night's patience: there, --sample 200 tells how tight the net is.
+
 Results go to a file line by line, so that an interrupted run goes on where it was; a change of the sources or tests makes
 everything run anew, the test that killed a mutant the last time first.
 
@@ -749,10 +754,13 @@ def table(
         elif state == "SURVIVED":
             lines.append(f"SURVIVED    {mutant}\n            in {mutant.function or 'module'}")
     states = ("killed", "equivalent", "SURVIVED", "not run")
-    rows = [f"{'':20}" + "".join(f"{state:>12}" for state in states)]
-    for kind in dict.fromkeys("hand-written" if mutant.topic else mutant.file for mutant in mutants):
-        rows.append(f"{kind:20}" + "".join(f"{counts[kind, state]:12}" for state in states))
-    rows.append(f"{'total':20}" + "".join(f"{sum(n for (_, s), n in counts.items() if s == state):12}" for state in states))
+    kinds = dict.fromkeys("hand-written" if mutant.topic else mutant.file for mutant in mutants)
+    width = max(20, *(len(kind) for kind in kinds))
+    rows = [f"{'':{width}}" + "".join(f"{state:>12}" for state in states)]
+    for kind in kinds:
+        rows.append(f"{kind:{width}}" + "".join(f"{counts[kind, state]:12}" for state in states))
+    totals = (sum(n for (_, s), n in counts.items() if s == state) for state in states)
+    rows.append(f"{'total':{width}}" + "".join(f"{total:12}" for total in totals))
     return "\n".join([*lines, "", *rows]), sum(n for (_, s), n in counts.items() if s == "SURVIVED")
 
 

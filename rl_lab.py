@@ -15,6 +15,21 @@ standardisation in PPO.
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+
+
+def end_before_the_start(number: int, frame: object) -> None:
+    """What Ctrl-C does while a command is still importing, which takes most of a short run: one line, as later on."""
+    os.write(2, b"interrupted before anything was started\n")
+    os._exit(128 + number)
+
+
+if os.path.basename((sys.argv or [""])[0]) in ("rl_lab.py", "ppo_chain.py", "token_objectives.py"):
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_before_the_start)  # until run_command takes over
+
 import argparse
 import contextlib
 import csv
@@ -24,11 +39,12 @@ import itertools
 import json
 import math
 import numbers
-import os
 import platform
+import re
+import stat
 import statistics
-import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Callable, NamedTuple, Sequence
 
@@ -1143,53 +1159,178 @@ def print_worked_examples() -> None:
 
 # ------------------------------------------------------------------------------------------ files
 
+# Every file that a user hands over is read by `read_regular_file`, every result is written by `replace_files`.
+
 
 class FileProblem(Exception):
     """A file or folder that cannot be read or written as asked: the command prints the message and exits with 1."""
 
 
-def check_writable(paths: Sequence[Path], expected_bytes: int) -> None:
-    """Find out before a long computation whether its files can be written. Creates missing folders.
+def one_line(text: object) -> str:
+    """Any text or file name as one line that can be printed: a newline becomes \\n, a byte that is no UTF-8 \\udcff."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
-    Raises FileProblem for a path that is no regular file, a folder that cannot be made or written, a full disk.
+
+def read_regular_file(path: str | os.PathLike, limit: int) -> bytes:
+    """The bytes of a regular file that holds at most `limit` of them; nothing is read from any other.
+
+    Raises FileProblem: no such file, a folder, a pipe (it could wait for ever), a device (it may never end), too large.
     """
-    for path in paths:
+
+    def check(about: os.stat_result) -> None:
+        if not stat.S_ISREG(about.st_mode):
+            kind = "a directory" if stat.S_ISDIR(about.st_mode) else "a pipe or a device"
+            raise FileProblem(f"{path}: is {kind}; wanted a regular file")
+        if about.st_size > limit:
+            raise FileProblem(f"{path}: holds {about.st_size} bytes; wanted at most {limit}")
+
+    def open_without_waiting(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+    try:
+        check(os.stat(path))  # before it is opened: opening a pipe waits, opening a device may do something
+        with open(path, "rb", opener=open_without_waiting) as file:
+            check(os.fstat(file.fileno()))  # it may have been exchanged since
+            content = file.read(limit + 1)
+    except OSError as problem:
+        raise FileProblem(f"{path}: {problem.strerror or problem}") from problem
+    except ValueError as problem:  # a NUL in the name
+        raise FileProblem(f"{path}: not a usable file name ({problem})") from problem
+    if len(content) > limit:
+        raise FileProblem(f"{path}: grows beyond {limit} bytes while it is read")
+    return content
+
+
+def check_writable(paths: Sequence[Path], expected_bytes: int) -> None:
+    """Find out before a long computation whether its files can be written. Leaves nothing behind, no folder either.
+
+    Raises FileProblem for a path that is no regular file, a read-only file, a folder that cannot be made or written, a full
+    disk.
+    """
+    targets = [_replaceable_target(path) for path in paths]
+    for folder in dict.fromkeys(target.parent for target in targets):
+        made: list[Path] = []
         try:
-            is_something_else = path.exists() and not path.is_file()
-        except OSError as problem:  # a name that is too long, a folder that may not be entered
-            raise FileProblem(f"{path}: cannot be written ({problem.strerror}); nothing was changed") from problem
-        if is_something_else:
-            raise FileProblem(f"{path}: exists and is not a regular file; choose another --output")
-    for folder in dict.fromkeys(path.parent for path in paths):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+            made = _make_folder(folder)
             with tempfile.TemporaryFile(dir=folder) as probe:
                 probe.write(b"0" * expected_bytes)
         except OSError as problem:
             raise FileProblem(f"{folder}: cannot be written ({problem.strerror}); nothing was changed") from problem
+        finally:
+            _remove_empty(made)
 
 
-def replace_files(texts: dict[Path, str]) -> None:
-    """Write all files: each whole beside its target, then all renamed over theirs.
+def replace_files(contents: dict[Path, str | bytes]) -> None:
+    """Write all files: each whole beside its target, then all renamed over theirs. Makes the folders that are missing.
 
-    A failure or Ctrl-C while writing leaves every file as it was; between two renames, each is the old one or the new one.
-    Raises FileProblem when the disk is full or the folder is not writable; no partial file remains.
+    A failure or an interrupt while writing leaves every file as it was; between two renames, each is the old one or the new
+    one. A path that is a link keeps pointing where it did, a file that was there keeps its mode; all is synced to the disk.
+    Raises FileProblem when the disk is full or a folder or file is not writable, and says which files are new by then. No
+    partial file and no new empty folder remains; those of runs that were killed are removed.
     """
-    partials = {path: path.with_name(f".{path.name}.{os.getpid()}.partial") for path in texts}
+    targets = {path: _replaceable_target(path) for path in contents}
+    partials = {target: target.with_name(f".{target.name}.{os.getpid()}.partial") for target in targets.values()}
+    folders = dict.fromkeys(target.parent for target in partials)
+    made: list[Path] = []
+    renamed: list[Path] = []
+    path = None
     try:
-        for path, text in texts.items():
-            with open(partials[path], "w", encoding="utf-8", newline="") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        for path in texts:
-            os.replace(partials[path], path.resolve())
+        for path, target in targets.items():
+            made += _make_folder(target.parent)
+        for folder in folders:
+            _remove_stale_partials(folder)
+        for path, content in contents.items():
+            _write_synced(partials[targets[path]], content, like=targets[path])
+        for path, target in targets.items():
+            os.replace(partials[target], target)
+            renamed.append(path)
     except OSError as problem:
-        raise FileProblem(f"{path}: {problem.strerror}; earlier results were left as they were") from problem
+        new = f"already new: {', '.join(map(str, renamed))}; the others" if renamed else "earlier results"
+        raise FileProblem(f"{path}: {problem.strerror}; {new} were left as they were") from problem
     finally:
-        for partial in partials.values():
+        _discard(partials.values(), made)
+    for folder in folders:  # the renaming itself
+        with contextlib.suppress(OSError):  # not every system can open a folder
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _replaceable_target(path: Path) -> Path:
+    """The file that a result becomes: `path`, or what it links to. Raises FileProblem if that cannot be replaced."""
+    try:
+        target = Path(os.path.realpath(path))
+        for name in (target, target.with_name(f".{target.name}.{os.getpid()}.partial")):
+            try:
+                about = os.stat(name)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # a folder that cannot be made is found out later
+            if not stat.S_ISREG(about.st_mode):
+                raise FileProblem(f"{path}: exists and is not a regular file; choose another --output")
+            if not about.st_mode & 0o222 or not os.access(name, os.W_OK):
+                raise FileProblem(f"{path}: is read-only; make it writable or choose another --output")
+    except OSError as problem:  # a name that is too long, a link to itself, a folder that may not be entered
+        raise FileProblem(f"{path}: cannot be written ({problem.strerror}); nothing was changed") from problem
+    except ValueError as problem:  # a NUL in the name
+        raise FileProblem(f"{path}: not a usable file name ({problem})") from problem
+    return target
+
+
+def _write_synced(partial: Path, content: str | bytes, like: Path) -> None:
+    """Write one file to the disk, with the mode of `like` if that exists: never more readable, not even for a moment."""
+    mode = stat.S_IMODE(os.stat(like).st_mode) if like.exists() else None
+    with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, 0o666 if mode is None else 0o600)) as file:
+        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    if mode is not None:
+        os.chmod(partial, mode)
+
+
+def _make_folder(folder: Path) -> list[Path]:
+    """Make a folder with its parents; -> those that were missing, the deepest first. A failure leaves none of them."""
+    missing = list(itertools.takewhile(lambda one: not one.exists(), (folder, *folder.parents)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except BaseException:
+        _remove_empty(missing)
+        raise
+    return missing
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # something is in it
+            folder.rmdir()
+
+
+def _discard(partials: Sequence[Path], folders: Sequence[Path]) -> None:
+    """Remove what a writing leaves: partial files that were not renamed, new folders that stayed empty."""
+    try:
+        for partial in partials:
             with contextlib.suppress(OSError):  # renamed by now, or its name was too long to exist
                 partial.unlink()
+        _remove_empty(sorted(folders, key=lambda folder: -len(folder.parts)))
+    except KeyboardInterrupt:
+        _discard(partials, folders)
+        raise
+
+
+def _remove_stale_partials(folder: Path) -> None:
+    """Remove the partial files of processes that are gone: a killed run could not do it."""
+    if os.name == "nt":  # there os.kill(pid, 0) is no question but an order
+        return
+    for entry in list(os.scandir(folder)):
+        process = re.fullmatch(r"\..+\.(\d+)\.partial", entry.name)
+        if process and entry.is_file(follow_symlinks=False):
+            with contextlib.suppress(PermissionError, OverflowError):  # it lives; no such number
+                try:
+                    os.kill(int(process[1]), 0)
+                except ProcessLookupError:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(entry.path)
 
 
 def csv_text(rows: Sequence[dict[str, float]]) -> str:
@@ -1228,18 +1369,26 @@ def software() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__, "system": system}
 
 
+REWARD_TABLE_BYTES = 10_000_000  # a million rewards written with all their digits take twice that
+
+
 def read_reward_table(path: Path) -> Tensor:
     """A reward table from a JSON list of rows: one row a context, two or more finite numbers in each, equally many.
 
-    -> [C, A] float64. Raises FileProblem.
+    -> [C, A] float64. Raises FileProblem. Memory stays below 24 times the file.
     """
+    wanted = "wanted a JSON list of rows such as [[1, 0.2], [0, 1]]"
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise FileProblem(f"--reward-table {path}: {problem.strerror}") from problem
+        text = read_regular_file(path, REWARD_TABLE_BYTES)
+        # A list takes about 100 bytes, however short it is written; the shortest row of a table, "[1,0],", has 6 characters.
+        if b"{" in text or 97 * text.count(b"[") > 18 * len(text) + 4_000_000:
+            raise FileProblem(f"{path}: {wanted}")
+        rows = json.loads(text.decode("utf-8"))
+        del text
+    except FileProblem as problem:
+        raise FileProblem(f"--reward-table {problem}") from problem
     except (ValueError, RecursionError) as problem:
         raise FileProblem(f"--reward-table {path}: not JSON ({problem})") from problem
-    wanted = "wanted a JSON list of rows such as [[1, 0.2], [0, 1]]"
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list) for row in rows):
         raise FileProblem(f"--reward-table {path}: {wanted}")
     for number, row in enumerate(rows):
@@ -1250,8 +1399,15 @@ def read_reward_table(path: Path) -> Tensor:
             )
         for reward in row:
             if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not abs(reward) <= sys.float_info.max:
-                raise FileProblem(f"--reward-table {path}: row {number} holds {repr(reward)[:40]}; wanted finite numbers")
+                raise FileProblem(f"--reward-table {path}: row {number} holds {_start_of(reward)}; wanted finite numbers")
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def _start_of(value: object) -> str:
+    """The first 40 characters of what was read, without writing out all of a large value."""
+    if isinstance(value, (list, dict)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return repr(value)[:40]
 
 
 def run_document(run: TrainingRun) -> dict:
@@ -1274,14 +1430,60 @@ def run_document(run: TrainingRun) -> dict:
 # ------------------------------------------------------------------------------------------ command line
 
 
-class LabParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line and whose flags cannot be abbreviated."""
+class _Remembered(argparse._StoreAction):
+    """Stores a value, and that it was given."""
 
-    def __init__(self, **arguments: object):
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        super().__call__(parser, namespace, values, option_string)
+        namespace.given |= {self.dest}
+
+
+class LabParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line and whose flags cannot be abbreviated.
+
+    After parsing, `given` holds the names of the options with a value that stood on the command line. `flags_elsewhere`,
+    {flag: program}, are flags of other programs, for the hint to somebody who types one of them here.
+    """
+
+    def __init__(self, *, flags_elsewhere: dict[str, str] | None = None, **arguments: object):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **arguments)
+        self.flags_elsewhere = flags_elsewhere or {}
+        self.register("action", None, _Remembered)
+        self.register("action", "store", _Remembered)
+        self.set_defaults(given=frozenset())
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+        arguments, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown[0].split('=')[0])}")
+        return arguments
+
+    def _hint(self, flag: str) -> str:
+        """What somebody who typed an unknown flag may have meant."""
+        if flag in self.flags_elsewhere:
+            return f"; {flag} is a flag of {self.flags_elsewhere[flag]}"
+        import difflib  # only for somebody who needs it
+
+        near = difflib.get_close_matches(flag, [*self._option_string_actions, *self.flags_elsewhere], n=1)
+        if not near or not flag.startswith("--"):
+            return ""
+        return f"; did you mean {near[0]}{f' of {self.flags_elsewhere[near[0]]}' if near[0] in self.flags_elsewhere else ''}?"
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]):
+        if action.option_strings and "--" in arg_strings and set(arg_strings) == {"--"}:
+            # `--flag=--`: argparse would take the value for the end of the flags and hand over an empty list.
+            self.error(f"argument {'/'.join(action.option_strings)}: got '--', wanted a value")
+        return super()._get_values(action, arg_strings)
 
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message)} (see --help)\n")
+
+
+def path_argument(text: str) -> Path:
+    """The type of an argument that names a file or a folder."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a file name")
+    return Path(text)
 
 
 def add_settings(parser: argparse.ArgumentParser, settings_class: type[Settings]) -> None:
@@ -1367,28 +1569,86 @@ def readable(number: float) -> str:
     return f"{number:.4f}" if abs(number) < 1e6 else f"{number:.4g}"
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM (from timeout, a service manager, kill): ends a command as Ctrl-C does."""
+
+
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command; what a user can cause ends in one line on stderr: exit 1 for a problem, 130 for Ctrl-C."""
+    """Run a command; what a user can cause ends in one line on stderr: exit 1 for a problem, 130 for Ctrl-C, 143 for SIGTERM."""
     # The lab's tensors are a few hundred numbers: waking a second thread for them costs more than it computes, and on a busy
     # machine thirty times more.
     torch.set_num_threads(1)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # none, or not a text file
+            stream.reconfigure(errors="backslashreplace")  # a file name need not be text that the terminal can show
     try:
-        main()
+        with _ending_by_signal():
+            main()
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except (FileProblem, FloatingPointError) as problem:
+        sys.exit(f"{_program()}: error: {one_line(problem)}")
+    except KeyboardInterrupt as interrupt:
+        by, status = (" by SIGTERM", 143) if isinstance(interrupt, Terminated) else ("", 130)
+        if sys.stderr is not None:
+            below_the_progress_line = "\n" if is_terminal(sys.stderr) else ""
+            with contextlib.suppress(OSError):
+                print(f"{below_the_progress_line}interrupted{by}: every file is whole, the earlier one or the new one",
+                      file=sys.stderr, flush=True)  # fmt: skip
+        sys.exit(status)
+    except MemoryError:
+        sys.exit(f"{_program()}: error: not enough memory")
+    except RuntimeError as problem:
+        if "allocate memory" not in str(problem):  # torch's way to say it
+            raise
+        sys.exit(f"{_program()}: error: not enough memory")
+    except OSError as problem:
+        if _output_works():
+            about = f"{problem.filename}: " if problem.filename else ""
+            sys.exit(f"{_program()}: error: {one_line(about)}{problem.strerror or one_line(problem)}")
+        # A full disk behind `> file`; what is left in the buffer must not fail again at exit. When the reader of our output
+        # (head, less) went away, what it did not want is not an error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1 if isinstance(problem, BrokenPipeError) else f"{_program()}: error: cannot print ({problem.strerror})")
+
+
+def _program() -> str:
+    """The running program as a user calls it: rl_lab.py, or extensions.audit after -m."""
+    path = Path(sys.argv[0])
+    return f"{path.parent.parent.name}.{path.parent.name}" if path.name == "__main__.py" else path.name
+
+
+def _output_works() -> bool:
+    """Whether what is left to print can be printed."""
+    try:
         if sys.stdout is not None:
             sys.stdout.flush()
-    except (FileProblem, FloatingPointError) as problem:
-        sys.exit(f"{Path(sys.argv[0]).name}: error: {problem}")
-    except KeyboardInterrupt:
-        below_the_progress_line = "\n" if is_terminal(sys.stderr) else ""
-        print(f"{below_the_progress_line}interrupted: every file is whole, the earlier one or the new one", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output (head, less) went away; what it did not want is not an error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except OSError as problem:  # a full disk behind `> file`; what is left in the buffer must not fail again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(f"{Path(sys.argv[0]).name}: error: cannot print ({problem.strerror})")
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _ending_by_signal():
+    """Inside, Ctrl-C raises KeyboardInterrupt and SIGTERM Terminated, unless the caller arranged something else."""
+
+    def terminate(number: int, frame: object) -> None:
+        raise Terminated
+
+    def is_ours(handler: object) -> bool:  # rl_lab's, or its twin in extensions/__init__.py
+        return getattr(handler, "__name__", "") == end_before_the_start.__name__
+
+    before = {}
+    wanted = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: terminate}
+    try:
+        for number, handler in wanted.items():
+            earlier = signal.getsignal(number)
+            if threading.current_thread() is threading.main_thread() and (earlier == signal.SIG_DFL or is_ours(earlier)):
+                before[number] = signal.signal(number, handler)
+        yield
+    finally:
+        for number, handler in before.items():  # in a process of its own: what comes after the results ends it in silence
+            signal.signal(number, signal.SIG_DFL if is_ours(handler) else handler)
 
 
 DESCRIPTION = """\

@@ -934,27 +934,28 @@ class Files(unittest.TestCase):
             ),
         ):
             rl_lab.replace_files({first: "naïve\n", second: "two"})
-        # Everything is on the disk before anything is renamed.
-        self.assertEqual(events, [("fsync", len("naïve\n".encode())), ("fsync", 3), "a.csv", "b.json"])
+        # Everything is on the disk before anything is renamed; the folder, which holds the names, comes last.
+        self.assertEqual(events[:4], [("fsync", len("naïve\n".encode())), ("fsync", 3), "a.csv", "b.json"])
+        self.assertEqual([event[0] for event in events[4:]], ["fsync"])
         self.assertEqual((first.read_bytes(), second.read_bytes()), ("naïve\n".encode(), b"two"))
         self.assertEqual(sorted(os.listdir(self.folder)), ["a.csv", "b.json"])
 
     def test_files_are_utf8_with_plain_line_ends_on_every_system(self):
-        with mock.patch("builtins.open", wraps=open) as opened:
-            rl_lab.replace_files({self.folder / "a.csv": "x"})
-        (call,) = [call for call in opened.call_args_list if str(call.args[0]).endswith(".partial")]
-        self.assertEqual((call.args[1], call.kwargs), ("w", dict(encoding="utf-8", newline="")))
-        with mock.patch.object(Path, "read_text", return_value="[[0, 1]]") as read:
-            rl_lab.read_reward_table(self.folder / "table.json")
-        read.assert_called_once_with(encoding="utf-8")
+        path = self.folder / "a.csv"
+        rl_lab.replace_files({path: "naïve\n"})
+        self.assertEqual(path.read_bytes(), b"na\xc3\xafve\n")
+        rl_lab.replace_files({path: b"\x00\xff"})  # bytes are taken as they are
+        self.assertEqual(path.read_bytes(), b"\x00\xff")
 
     def test_a_failure_leaves_all_as_it_was(self):
         first = self.folder / "a.csv"
         first.write_text("old")
+        (self.folder / "plain").write_text("x")
         with self.assertRaisesRegex(
-            FileProblem, r"missing.*: No such file or directory; earlier results were left as they were"
+            FileProblem, r"plain/b\.csv: (Not a directory|File exists); earlier results were left as they were"
         ):
-            rl_lab.replace_files({first: "new", self.folder / "missing" / "b.csv": "new"})
+            rl_lab.replace_files({first: "new", self.folder / "plain" / "b.csv": "new"})
+        (self.folder / "plain").unlink()
         self.assertEqual(first.read_text(), "old")
         self.assertEqual(os.listdir(self.folder), ["a.csv"])
         with mock.patch.object(rl_lab.os, "fsync", side_effect=OSError(28, "No space left on device")):
@@ -966,7 +967,7 @@ class Files(unittest.TestCase):
         self.assertEqual((first.read_text(), os.listdir(self.folder)), ("old", ["a.csv"]))
 
     def test_a_name_too_long_for_its_partial_file(self):
-        with self.assertRaisesRegex(FileProblem, "File name too long; earlier results were left as they were"):
+        with self.assertRaisesRegex(FileProblem, r"cannot be written \(File name too long\); nothing was changed"):
             rl_lab.replace_files({self.folder / ("x" * 250): "new"})
         self.assertEqual(os.listdir(self.folder), [])
 
@@ -989,7 +990,8 @@ class Files(unittest.TestCase):
         deep = self.folder / "new" / "deeper"
         rl_lab.check_writable([deep / "a.csv", deep / "a.json"], expected_bytes=10)
         rl_lab.check_writable([deep / "a.csv"], expected_bytes=10)
-        self.assertEqual(os.listdir(deep), [])
+        self.assertEqual(os.listdir(self.folder), [])  # what was made to find out is gone again
+        deep.mkdir(parents=True)
         (self.folder / "plain").write_text("x")
         rl_lab.check_writable([self.folder / "plain"], expected_bytes=10)  # a file that is there is replaced later
         for path, words in (
@@ -1032,7 +1034,8 @@ class Files(unittest.TestCase):
         self.assertEqual(rl_lab.read_reward_table(path)[0, 1].item(), sys.float_info.max)
         for text, words in (
             ("[[1, 2]", "not JSON"),
-            ("[" * 100_000, "not JSON"),
+            ("[" * 5000, "not JSON"),
+            ("[" * 100_000, "wanted a JSON list of rows"),
             ("{}", "wanted a JSON list of rows"),
             ("3", "wanted a JSON list of rows"),
             ("[]", "wanted a JSON list of rows"),

@@ -21,14 +21,15 @@ import sys
 
 
 def end_before_the_start(number: int, frame: object) -> None:
-    """What Ctrl-C does while a command is still importing, which takes most of a short run: one line, as later on."""
+    """What Ctrl-C and SIGTERM do while a command is still importing, most of a short run: end it with one line."""
     os.write(2, b"interrupted before anything was started\n")
     os._exit(128 + number)
 
 
 if os.path.basename((sys.argv or [""])[0]) in ("rl_lab.py", "ppo_chain.py", "token_objectives.py"):
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, end_before_the_start)  # until run_command takes over
+    for _number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(_number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(_number, end_before_the_start)  # until run_command takes over
 
 import argparse
 import contextlib
@@ -1647,8 +1648,8 @@ def _ending_by_signal():
                 before[number] = signal.signal(number, handler)
         yield
     finally:
-        for number, handler in before.items():  # in a process of its own: what comes after the results ends it in silence
-            signal.signal(number, signal.SIG_DFL if is_ours(handler) else handler)
+        for number, handler in before.items():  # a process of its own has nothing left to do but to end
+            signal.signal(number, signal.SIG_IGN if is_ours(handler) else handler)
 
 
 DESCRIPTION = """\

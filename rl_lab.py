@@ -1983,7 +1983,7 @@ def run_command(main: Callable[[], None]) -> None:
             raise
         sys.exit(f"{_program()}: error: not enough memory")
     except OSError as problem:
-        if _output_works():
+        if not _is_of_the_output(problem):
             about = f"{problem.filename}: " if problem.filename else ""
             sys.exit(f"{_program()}: error: {one_line(about)}{problem.strerror or one_line(problem)}")
         # A full disk behind `> file`; what is left in the buffer must not fail again at exit. When the reader of our output
@@ -1998,14 +1998,17 @@ def _program() -> str:
     return f"{path.parent.parent.name}.{path.parent.name}" if path.name == "__main__.py" else path.name
 
 
-def _output_works() -> bool:
-    """Whether what is left to print can be printed."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError:
+def _is_of_the_output(problem: OSError) -> bool:
+    """Whether printing failed: the problem names no file, and what is left in the buffer cannot be printed either."""
+    if isinstance(problem, BrokenPipeError):
+        return True
+    if problem.filename is not None or sys.stdout is None:
         return False
-    return True
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return getattr(sys.stdout, "write_through", False)  # python -u: nothing is left in a buffer
 
 
 @contextlib.contextmanager
@@ -2076,6 +2079,11 @@ def add_seeds(parser: LabParser) -> None:
     )
 
 
+def check_seeds_given_once(parser: LabParser, arguments: argparse.Namespace) -> None:
+    if arguments.seeds and "seed" in arguments.given:
+        parser.error(f"argument --seeds: not allowed with --seed {arguments.seed}; give the seeds once")
+
+
 def summary(runs: Sequence[TrainingRun]) -> str:
     """Before and after, and what it cost; several seeds of a method become medians."""
     columns = {
@@ -2137,22 +2145,33 @@ SEEDS_TOGETHER = 100  # beyond that, more of them save no time
 
 
 def planned_bytes(method: Method, settings: RunSettings, rewards: Tensor) -> int:
-    """About how much memory one run takes: its history, and the tensors of an update on one batch."""
+    """About how much memory one run takes beside its history: the tensors of an update on one batch, and its JSON."""
     contexts, actions = rewards.shape
     pairs = count_pairs(rewards) if method.compares_pairs else 0
     batch = method.batch_size(settings, pairs)
     # Logits of the sampled contexts, their log-probabilities, gradients, and copies on the way; the policy with Adam's state
     # and the policies after each update; the trace and the JSON of each pair.
     numbers = 8 * batch * actions + (20 + settings.max_updates) * contexts * actions
-    return 8 * numbers + BYTES_OF_A_ROW * settings.steps + 3000 * pairs
+    return 8 * numbers + 3000 * pairs
+
+
+def check_history_memory(rows: int) -> int:
+    """The bytes that histories of so many rows take. Raises FileProblem when they are more than MEMORY_LIMIT."""
+    needed = BYTES_OF_A_ROW * rows
+    if needed > MEMORY_LIMIT:
+        raise FileProblem(
+            f"--steps: {rows} iterations in all would take about {needed / 1e9:.1f} GB of memory; at most "
+            f"{MEMORY_LIMIT / 1e9:g} GB are used"
+        )
+    return needed
 
 
 def check_memory(algorithms: Sequence[str], variants: Sequence[Variant], seeds: int, rewards: Tensor) -> int:
     """How many seeds may go through the same tensors. Raises FileProblem when the runs need more memory than MEMORY_LIMIT."""
     together = min(seeds, SEEDS_TOGETHER)
+    history = check_history_memory(sum(variant.settings["steps"] for variant in variants) * seeds * len(algorithms))
     for variant in variants:
         settings = bandit_settings()(**variant.settings)
-        history = BYTES_OF_A_ROW * settings.steps * seeds * len(algorithms) * len(variants)
         for algorithm in algorithms:
             one = planned_bytes(METHODS[algorithm], settings, rewards)
             if one + history > MEMORY_LIMIT:
@@ -2166,16 +2185,16 @@ def check_memory(algorithms: Sequence[str], variants: Sequence[Variant], seeds: 
 
 def check_flags(parser: LabParser, arguments: argparse.Namespace, algorithms: Sequence[str]) -> None:
     """End the command with status 2 for a flag that nothing would read, and for a seed given twice."""
-    if arguments.seeds and "seed" in arguments.given:
-        parser.error(f"argument --seeds: not allowed with --seed {arguments.seed}; give the seeds once")
+    check_seeds_given_once(parser, arguments)
     readers = {name: {field.name for field in dataclasses.fields(METHODS[name].settings)} for name in METHODS}
     for field in dataclasses.fields(bandit_settings()):
         if field.name in arguments.given and not any(field.name in readers[name] for name in algorithms):
             reading = ", ".join(name for name in METHODS if field.name in readers[name])
             parser.error(f"argument {flag_of(field)}: --algorithm {arguments.algorithm} does not read it (read by {reading})")
-    if not algorithms and arguments.given - {"algorithm"}:
-        flags = ", ".join("--" + name.replace("_", "-") for name in sorted(arguments.given - {"algorithm"}))
-        parser.error(f"{flags}: --algorithm {arguments.algorithm} trains nothing and writes nothing")
+    for name in ("output", "seeds", "reward_table"):
+        if name in arguments.given and not algorithms:
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"argument {flag}: --algorithm {arguments.algorithm} trains nothing and writes nothing")
 
 
 def check_pairs(
@@ -2209,7 +2228,8 @@ def train_and_write(
     settings = {name: value for name, value in variant.settings.items() if name != "seed"}
     texts, runs = {}, []
     for algorithm in algorithms:
-        label = "  ".join([f"{algorithm:4}", *variant.labels(), *[f"{len(seeds)} seeds"] * several])
+        of = f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds"
+        label = "  ".join([f"{algorithm:4}", *variant.labels(), *[of] * several])
         show = progress_line(label, settings["steps"], "expected_reward")
         for run in train_seeds(algorithm, seeds, reward_table=rewards, on_step=show, **settings):
             paths = result_paths(variant.folder(output), algorithm, run.settings.seed if several else None)

@@ -756,7 +756,7 @@ def per_run(numbers: float | Tensor, like: Tensor) -> float | Tensor:
     """One number, or [S] with one for each run, in a shape that multiplies `like`, [...] or [S, ...]."""
     if not isinstance(numbers, Tensor):
         return numbers
-    return numbers.reshape(*numbers.shape, *[1] * (like.dim() - numbers.dim()))
+    return numbers.reshape(numbers.shape + (1,) * (like.dim() - numbers.dim()))
 
 
 def of_run(batch: NamedTuple, run: int) -> NamedTuple:
@@ -818,10 +818,11 @@ def ppo_loss(
 
 
 def clip_fraction_of_each_run(logp: Tensor, old_logp: Tensor, epsilon: float, axes: int) -> Tensor:
-    """clip_fraction over the last `axes` axes: a number, or one for each run."""
+    """clip_fraction over the last `axes` axes: a number, or of several runs one for each."""
     if logp.dim() == axes:
         return clip_fraction(logp, old_logp, epsilon)
-    return torch.stack([clip_fraction(*own, epsilon) for own in zip(logp, old_logp)])
+    ratio = importance_ratio(logp, old_logp).detach()
+    return (ratio != ratio.clamp(1 - epsilon, 1 + epsilon)).double().flatten(-axes).mean(dim=-1)
 
 
 def sample_grpo(policy: Tensor, critic: None, task: Task, settings: GRPOSettings, generator: Generators) -> Rollout:
@@ -1118,10 +1119,10 @@ def descend(
             got = value.flatten()[run].item()
             raise FloatingPointError(f"{name}: {quantity} is {got}; rewards or --learning-rate are likely too large")
     if (norm > max_gradient_norm).any():
-        scale = torch.where(norm > max_gradient_norm, max_gradient_norm / norm, 1.0)
+        scale = torch.where(norm > max_gradient_norm, max_gradient_norm / norm.double(), 1.0)
         gradients = [gradient * per_run(scale, gradient) for gradient in gradients]
-    optimizer.step(gradients, moving)
-    return norm if norm.dim() else norm.item()
+    optimizer.step(gradients, moving) if loss.dim() else optimizer.step(gradients)
+    return norm if loss.dim() else norm.item()
 
 
 class BatchUpdates(NamedTuple):
@@ -1162,7 +1163,7 @@ def reuse_batch(
         count += moving
         stopped_early = torch.zeros_like(moving)
         if number < max_updates:
-            stopped_early = kl_old_current(policies[0], policies[-1]) > settings.kl_stop
+            stopped_early = (kl_old_current(policies[0], policies[-1]) > settings.kl_stop).reshape(moving.shape)
         ended = moving & (stopped_early | (count == max_updates))
         if ended.any():
             measured = {"loss": value.detach(), "gradient_norm": torch.as_tensor(norm, dtype=torch.float64), "stopped_early": stopped_early.long()}

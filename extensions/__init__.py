@@ -1,4 +1,4 @@
-"""One concern per folder beyond the core lab; run as `python -m extensions.NAME` from the top level."""
+"""One folder per concern beyond the core lab; run as `python -m extensions.NAME` from the top level."""
 
 import os
 import signal

@@ -10,7 +10,7 @@ import torch
 
 from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 from extensions.audit import audit
-from extensions.audit_read import recording_from
+from extensions.audit.read.recording import recording_from
 from extensions.objectives import PREFERENCE_ROWS, ROWS, evaluate, evaluate_preference, make_batch, make_preferences
 
 

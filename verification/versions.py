@@ -114,7 +114,8 @@ def installed_interpreters() -> list[Interpreter]:
 
 def suite() -> list[str]:
     """The test modules of a row: all that `python -m unittest` finds."""
-    paths = [path for folder in (".", "verification", "extensions") for path in sorted((ROOT / folder).glob("test_*.py"))]
+    paths = sorted(ROOT.glob("test_*.py"))
+    paths += [path for folder in ("verification", "extensions") for path in sorted((ROOT / folder).rglob("test_*.py"))]
     return [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
 
 

@@ -1,0 +1,137 @@
+"""train(): one training from its start to its history."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+
+from extensions.objectives import Row
+from extensions.tiny_lm.measure import measure, sample_records
+from extensions.tiny_lm.methods import (
+    METHODS,
+    MISTAKES,
+    TRAINABLE_ROWS,
+    Diagnostics,
+    Stage,
+    TinySettings,
+    columns_of,
+    objective_row,
+    own_steps,
+)
+from extensions.tiny_lm.model import Decoder
+from extensions.tiny_lm.task import VERIFIERS, VOCABULARY, draw_prompts
+from rl_lab import OnStep
+
+class TrainingRun(NamedTuple):
+    """What a training leaves behind."""
+
+    algorithm: str
+    verifier: str
+    mistake: str | None
+    settings: TinySettings
+    row: Row | None
+    history: list[Diagnostics]
+    samples: list[dict]
+    policy: Decoder
+    reference: Decoder
+
+
+def train(
+    algorithm: str,
+    start: Decoder | None = None,
+    *,
+    verifier: str = "exact",
+    objective: str | None = None,
+    mistake: str | None = None,
+    on_step: OnStep | None = None,
+    **settings: float,
+) -> TrainingRun:
+    """Train a copy of `start`; `start` itself, frozen, is the reference. SFT without `start` begins with random weights.
+
+    The history has a row before training, one every `evaluate_every` rounds and one at the end. EVALUATION_COLUMNS are
+    measured after the row's update; loss, gradient norm and the method's own columns are averages over the rounds since the
+    row before (each round reports its last pass) and NaN where there is nothing to average; counts are cumulative; `seconds`
+    is the only column that differs between equal runs.
+
+    settings: fields of TinySettings. Global random state, default dtype and thread count stay as they were.
+    Raises ValueError for unknown names, settings out of range, a mistake without effect on this algorithm, or a DPO without
+    pairs; FloatingPointError when a loss or gradient is not finite.
+    """
+    check_names(algorithm, verifier, objective, mistake)
+    kl = settings.get("kl", None if objective else TinySettings.kl)
+    row = objective_row(algorithm, objective, kl)
+    settings = TinySettings(**settings)
+    method = METHODS[algorithm]
+    settings = dataclasses.replace(
+        settings,
+        steps=settings.steps or own_steps(algorithm, verifier),
+        learning_rate=settings.learning_rate or method.learning_rate,
+        kl=settings.kl if row is None else row.kl_coef,
+    )
+    generator = torch.Generator().manual_seed(settings.seed)
+    if start is None and algorithm != "sft":
+        raise ValueError(f"start: {algorithm} needs a supervised policy to start from; train('sft').policy is one")
+    reference = copy.deepcopy(start) if start is not None else Decoder(VOCABULARY, generator)
+    reference.requires_grad_(False).eval()
+    policy = copy.deepcopy(reference).requires_grad_(True)
+    held_out = draw_prompts(settings.evaluation_prompts, torch.Generator().manual_seed(settings.seed + 1), held_out=True)
+    public = draw_prompts(settings.public_tests, generator, held_out=False) if verifier == "public-tests" else None
+    counts = dict.fromkeys(("optimizer_steps", "samples", "tokens", "pair_presentations"), 0)
+    stage = Stage(algorithm, settings, policy, reference, generator, verifier, public, row, mistake, counts)
+
+    history: list[Diagnostics] = []
+    began = time.perf_counter()
+
+    def record(step: int, old: Decoder, reports: list[Diagnostics]) -> None:
+        averages = {}
+        for name in ("loss", "gradient_norm", *method.own_columns):
+            reported = [report[name] for report in reports if name in report]
+            averages[name] = statistics.fmean(reported) if reported else math.nan
+        seconds = round(time.perf_counter() - began, 3)
+        measured = measure(policy, old, reference, stage, held_out)
+        row = {"step": step, **measured, **averages, **counts, "seconds": seconds}
+        history.append({name: row[name] for name in columns_of(algorithm)})
+        if on_step:
+            on_step(history[-1])
+
+    old = copy.deepcopy(policy)
+    record(0, old, [])
+    samples = sample_records(policy, stage, held_out, "before")
+    reports = []
+    # Dropout, when a mistake switches it on, can only draw from the global generator: it is lent and given back.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(settings.seed)
+        for step, report in enumerate(method.run(stage), start=1):
+            reports.append(report)
+            if step % settings.evaluate_every == 0 or step == settings.steps:
+                record(step, old, reports)
+                reports = []
+            old.load_state_dict(policy.state_dict())
+    samples += sample_records(policy, stage, held_out, "after")
+    return TrainingRun(algorithm, verifier, mistake, settings, row, history, samples, policy, reference)
+
+
+def check_names(algorithm: str, verifier: str, objective: str | None, mistake: str | None) -> None:
+    """Raises ValueError, naming the argument, for an unknown name or for two that do not go together."""
+    known = {"algorithm": (algorithm, METHODS), "verifier": (verifier, VERIFIERS)}
+    if objective is not None:
+        known["objective"] = (objective, TRAINABLE_ROWS)
+    if mistake is not None:
+        known["mistake"] = (mistake, MISTAKES)
+    for argument, (value, names) in known.items():
+        if value not in names:
+            raise ValueError(f"{argument}: got {value!r}, wanted one of {', '.join(names)}")
+    if objective is not None and algorithm != "grpo":
+        raise ValueError(f"objective: {objective} trains in the loop of grpo, not of {algorithm}")
+    if mistake is not None and algorithm not in MISTAKES[mistake].algorithms:
+        raise ValueError(
+            f"mistake: {mistake} makes no difference to {algorithm}; wanted one of {', '.join(MISTAKES[mistake].algorithms)}"
+        )
+    if verifier != "exact" and algorithm == "sft":
+        raise ValueError(f"verifier: sft learns from right answers and asks no verifier, so {verifier} makes no difference")

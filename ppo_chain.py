@@ -42,6 +42,7 @@ from rl_lab import (
     json_text,
     list_of_files,
     median_of,
+    name_of_seeds,
     name_of_step,
     of_run,
     path_argument,
@@ -365,7 +366,7 @@ def table_of_variants(variants: Sequence[Variant], runs: Sequence[Sequence[Chain
     return f"{table}\n\nfirst A_0: the unrewarded first step's advantage in the first rewarded episode"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def build_parser() -> LabParser:
     of_the_bandit = {flag_of(field): "rl_lab.py" for field in dataclasses.fields(BanditSettings)}
     of_the_bandit.update({"--algorithm": "rl_lab.py", "--reward-table": "rl_lab.py"})
     parser = LabParser(description=DESCRIPTION, epilog=EXAMPLES, flags_elsewhere=of_the_bandit)
@@ -375,6 +376,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     add_seeds(parser)
     add_settings(parser, ChainSettings, lists=True)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
     arguments = parser.parse_args(argv)
     check_seeds_given_once(parser, arguments)
     variants = variants_of(parser, arguments, ChainSettings)
@@ -387,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     runs = []
     for variant, folder in zip(variants, folders):
-        label = "  ".join(["chain", *variant.labels(), *[f"{len(seeds)} seeds"] * (len(seeds) > 1)])
+        label = "  ".join(["chain", *variant.labels(), *[name_of_seeds(seeds)] * bool(arguments.seeds)])
         settings = {name: value for name, value in variant.settings.items() if name != "seed"}
         show = progress_line(label, settings["steps"], "expected_return")
         runs.append(train_chain_seeds(seeds, on_step=show, **settings))

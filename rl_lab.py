@@ -1120,6 +1120,7 @@ def descend(
             raise FloatingPointError(f"{name}: {quantity} is {got}; rewards or --learning-rate are likely too large")
     if (norm > max_gradient_norm).any():
         scale = torch.where(norm > max_gradient_norm, max_gradient_norm / norm.double(), 1.0)
+        scale = scale if loss.dim() else scale.item()
         gradients = [gradient * per_run(scale, gradient) for gradient in gradients]
     optimizer.step(gradients, moving) if loss.dim() else optimizer.step(gradients)
     return norm if loss.dim() else norm.item()
@@ -1833,7 +1834,7 @@ def add_settings(parser: argparse.ArgumentParser, settings_class: type[Settings]
             except ValueError:
                 values = []
             if not values or not all(map(allowed.holds, values)):
-                other = "; several seeds: --seeds" if lists and "," in text and not several else ""
+                other = " (several seeds: --seeds)" if lists and "," in text and not several else ""
                 raise argparse.ArgumentTypeError(f"got {text!r}, wanted {allowed}{other}")
             return values if len(values) > 1 else values[0]
 
@@ -2110,11 +2111,18 @@ def summary(runs: Sequence[TrainingRun]) -> str:
 
 
 def table_of_variants(variants: Sequence[Variant], runs: Sequence[Sequence[TrainingRun]]) -> str:
-    """One table a method: a row for each variant, with the settings that vary and the method's measures (medians of seeds)."""
-    tables = []
+    """One table a method: a row for each variant, with the settings that vary and the method's measures (medians of seeds).
+
+    A method that reads nothing of what varies is the same in every folder: it is named, without a table.
+    """
+    tables, unmoved = [], []
     fields = dataclasses.fields(bandit_settings())
     varied = [field for field in fields if len({variant.settings[field.name] for variant in variants}) > 1]
     for algorithm in dict.fromkeys(run.algorithm for run in runs[0]):
+        read = {field.name for field in dataclasses.fields(METHODS[algorithm].settings)}
+        if not any(field.name in read for field in varied):
+            unmoved.append(algorithm)
+            continue
         rows = []
         for variant, of_variant in zip(variants, runs):
             own = [run for run in of_variant if run.algorithm == algorithm]
@@ -2123,6 +2131,8 @@ def table_of_variants(variants: Sequence[Variant], runs: Sequence[Sequence[Train
             rows.append([*(f"{variant.settings[field.name]:g}" for field in varied), *numbers])
         heads = [short_name(field) for field in varied]
         tables.append(f"{algorithm}\n" + format_table([*heads, *METHODS[algorithm].measures], rows))
+    if unmoved:
+        tables.append(f"Nothing that varies is read by {', '.join(unmoved)}: the same in every folder.")
     return "\n\n".join(tables)
 
 
@@ -2138,6 +2148,10 @@ def title(variants: Sequence[Variant], seed: int, seeds: Sequence[int] | None) -
     steps = dict.fromkeys(variant.settings["steps"] for variant in variants)
     of = f"medians over {len(seeds)} seeds" if seeds else f"seed {seed}"
     return f"{of}, {', '.join(map(str, steps))} iterations"
+
+
+def name_of_seeds(seeds: Sequence[int]) -> str:
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds"
 
 
 MEMORY_LIMIT = 2_000_000_000  # bytes that the commands plan to use at most
@@ -2229,8 +2243,7 @@ def train_and_write(
     settings = {name: value for name, value in variant.settings.items() if name != "seed"}
     texts, runs = {}, []
     for algorithm in algorithms:
-        of = f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds"
-        label = "  ".join([f"{algorithm:4}", *variant.labels(), *[of] * several])
+        label = "  ".join([f"{algorithm:4}", *variant.labels(), *[name_of_seeds(seeds)] * several])
         show = progress_line(label, settings["steps"], "expected_reward")
         for run in train_seeds(algorithm, seeds, reward_table=rewards, on_step=show, **settings):
             paths = result_paths(variant.folder(output), algorithm, run.settings.seed if several else None)

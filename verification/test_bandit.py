@@ -18,6 +18,7 @@ import rl_lab
 import token_objectives
 from ppo_chain import train_chain, train_chain_seeds
 from rl_lab import METHODS, FileProblem, train, train_seeds
+from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 from verification.test_loops import quiet
 
 METHOD_NAMES = ("ppo", "dpo", "grpo")

@@ -104,7 +104,7 @@ class AFourthMethod(unittest.TestCase):
 
 # Settings under which runs stop after different numbers of updates, and only some are clipped.
 UNEVEN = dict(steps=12, learning_rate=0.1, max_updates=7, kl_stop=0.004, max_gradient_norm=0.05, preference_flips=5)
-UNEVEN_CHAIN = dict(steps=12, learning_rate=0.1, kl_stop=0.02, max_updates=7, max_gradient_norm=0.05, gae_lambda=0.3, gamma=0.9)
+UNEVEN_CHAIN = dict(steps=12, learning_rate=0.1, kl_stop=0.01, max_updates=7, max_gradient_norm=0.1, gae_lambda=0.3, gamma=0.9)
 SEEDS = [0, 7, 19, 3, 12]
 
 

@@ -822,7 +822,7 @@ def clip_fraction_of_each_run(logp: Tensor, old_logp: Tensor, epsilon: float, ax
     if logp.dim() == axes:
         return clip_fraction(logp, old_logp, epsilon)
     ratio = importance_ratio(logp, old_logp).detach()
-    return (ratio != ratio.clamp(1 - epsilon, 1 + epsilon)).double().flatten(-axes).mean(dim=-1)
+    return (ratio != ratio.clamp(min=1 - epsilon, max=1 + epsilon)).double().flatten(-axes).mean(dim=-1)
 
 
 def sample_grpo(policy: Tensor, critic: None, task: Task, settings: GRPOSettings, generator: Generators) -> Rollout:

@@ -1965,9 +1965,7 @@ def run_command(main: Callable[[], None]) -> None:
             stream.reconfigure(errors="backslashreplace")  # a file name need not be text that the terminal can show
     try:
         with _ending_by_signal():
-            main()
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            _run_and_flush(main)
     except (FileProblem, FloatingPointError) as problem:
         sys.exit(f"{_program()}: error: {one_line(problem)}")
     except KeyboardInterrupt as interrupt:
@@ -1992,6 +1990,19 @@ def run_command(main: Callable[[], None]) -> None:
         # (head, less) went away, what it did not want is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1 if isinstance(problem, BrokenPipeError) else f"{_program()}: error: cannot print ({problem.strerror})")
+
+
+def _run_and_flush(main: Callable[[], None]) -> None:
+    """Run, and print what waits in the buffer, also after --help: what goes wrong then can still be said."""
+    end = None
+    try:
+        main()
+    except SystemExit as asked:
+        end = asked
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    if end is not None:
+        raise end
 
 
 def _program() -> str:

@@ -15,6 +15,7 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+import plot_results
 import ppo_chain
 import rl_lab
 import token_objectives
@@ -203,6 +204,30 @@ class Writing(FolderCase):
         self.assertEqual(self.names(), ["loop"])
 
 
+class Figures(FolderCase):
+    """plot_results imports nothing of the lab: its writer is a twin, held to the same rules."""
+
+    def test_one_file_whole(self):
+        target = self.folder / "figure.svg"
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait()
+        for name in (f".figure.svg.{gone.pid}.partial", f".figure.svg.{os.getppid()}.partial"):
+            (self.folder / name).write_text("half")
+        target.write_text("old")
+        target.chmod(0o600)
+        plot_results.write_whole(target, b"new")
+        self.assertEqual((target.read_text(), stat.S_IMODE(target.stat().st_mode)), ("new", 0o600))
+        self.assertEqual(self.names(), sorted([f".figure.svg.{os.getppid()}.partial", "figure.svg"]))
+        target.chmod(0o400)
+        with self.assertRaisesRegex(FileExistsError, "is read-only"):
+            plot_results.write_whole(target, b"newer")
+        with mock.patch.object(plot_results.os, "fsync", side_effect=KeyboardInterrupt), self.assertRaises(KeyboardInterrupt):
+            plot_results.write_whole(self.folder / "new" / "deeper" / "figure.svg", b"new")
+        self.assertFalse((self.folder / "new").exists())
+        plot_results.write_whole(self.folder / "new" / "deeper" / "figure.svg", b"new")
+        self.assertEqual((self.folder / "new" / "deeper" / "figure.svg").read_text(), "new")
+
+
 # ------------------------------------------------------------------------------------------ names in messages
 
 
@@ -272,7 +297,7 @@ class Ending(FolderCase):
     def test_while_importing(self):
         extensions = sorted(path.parent.name for path in (LAB / "extensions").glob("*/__main__.py"))
         self.assertIn("audit", extensions)
-        commands = [[LAB / name] for name in ("rl_lab.py", "ppo_chain.py", "token_objectives.py")]
+        commands = [[LAB / name] for name in ("rl_lab.py", "ppo_chain.py", "token_objectives.py", "plot_results.py")]
         commands += [["-m", f"extensions.{extensions[0]}"], ["-m", "extensions.tiny_lm"]]
         started = []
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -287,7 +312,7 @@ class Ending(FolderCase):
             with self.subTest(number.name, command=command):
                 out, err = process.communicate(timeout=60)
                 self.assertEqual((process.returncode, out), (128 + number, ""), err)
-                self.assertEqual(err, "interrupted before anything was started\n")
+                self.assertRegex(err, r"\Ainterrupted(: no figure was changed| before anything was started)\n\Z")
 
     def test_every_extension_ends_by_run_command(self):
         """The handler that waits during the imports is taken down there."""

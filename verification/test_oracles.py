@@ -1632,8 +1632,9 @@ class EveryDtype(OracleCase):
 
     def test_the_table_names_every_atom(self):
         source = ast.parse(Path(rl_lab.__file__).read_text(encoding="utf-8"))
-        last = next(i for i, node in enumerate(source.body) if getattr(node, "name", "") == "response_logps")
-        public = {n.name for n in source.body[: last + 1] if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
+        names = [getattr(node, "name", "") for node in source.body]
+        atoms = source.body[names.index("action_logps") : names.index("response_logps") + 1]
+        public = {n.name for n in atoms if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
         self.assertEqual(set(self.calls(Draw(0))), public)
 
     @on_random_cases(5)

@@ -67,11 +67,11 @@ class Table(unittest.TestCase):
             if row.reference == "used":
                 recorded["ref_logps"] = self.needed["ref_logps"]
             sums = np.where(self.mask, self.logps, 0.0).sum(1)
-            if row.loss == "kto":
+            if row.of_labels:
                 recorded |= {"labels": np.arange(len(sums)) % 2 == 0, "kl_seq_logps": sums, "ref_kl_seq_logps": sums - 0.1}
             made = evaluate_preference(row, make_preferences(**recorded, dtype=torch.float64))
             recorded |= {"loss": made.loss.numpy(), "dloss_dlogps": made.dloss_dlogps.numpy(), "beta": 0.1}
-            if row.loss != "kto":
+            if not row.of_labels:
                 recorded |= dict(zip(("chosen_logps", "rejected_logps"), np.split(sums, 2)))
             with self.subTest(name):
                 report = audit(recording_from({key: np.asarray(value) for key, value in recorded.items()}))

@@ -92,15 +92,18 @@ from extensions.objectives.pairs import (
     PreferenceEvaluation,
     PreferenceRow,
     Preferences,
+    evaluate_preference,
+    make_preferences,
+)
+from extensions.objectives.preference_losses import (
+    PreferenceLoss,
     aot,
     aot_unpaired_loss,
     bco_loss,
-    evaluate_preference,
     exo_loss,
     hinge_loss,
     ipo_loss,
     kto,
-    make_preferences,
     orpo_loss,
     robust_loss,
     sigmoid_loss,
@@ -109,7 +112,8 @@ from extensions.objectives.pairs import (
     sppo_hard_loss,
 )
 from extensions.objectives.reduction import REDUCTIONS, reduction_weights
-from extensions.objectives.rows import NOT_EXPRESSED, OTHER_ROWS, PAPER_ROWS, PREFERENCE_ROWS, ROWS, TRL_ROWS, VERL_ROWS
+from extensions.objectives.rows import NOT_EXPRESSED, OTHER_ROWS, PAPER_ROWS, ROWS, TRL_ROWS, VERL_ROWS
+from extensions.objectives.rows_pairs import PREFERENCE_ROWS
 from extensions.objectives.sampler import (
     SAMPLER_BOUNDS,
     SAMPLER_CORRECTIONS,

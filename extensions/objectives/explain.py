@@ -13,7 +13,8 @@ from extensions.objectives.batch import Batch
 from extensions.objectives.choices import CHOICES, FIELDS, NUMBERS, STEPS, Row
 from extensions.objectives.engine import evaluate
 from extensions.objectives.pairs import PREFERENCE_CHOICES, PreferenceRow, Preferences, evaluate_preference
-from extensions.objectives.rows import NOT_EXPRESSED, PREFERENCE_ROWS, ROWS
+from extensions.objectives.rows import NOT_EXPRESSED, ROWS
+from extensions.objectives.rows_pairs import PREFERENCE_ROWS
 
 def lacking(row: Row | PreferenceRow, batch: Batch | Preferences) -> list[str]:
     """Arrays that the row reads and the batch does not hold. Without old_logps the batch is a first pass: nothing lacks."""
@@ -139,7 +140,7 @@ def preference_table(data: Preferences) -> str:
         result = evaluate_preference(row, data)
         half = len(data.logps) // 2
         sums = result.dloss_dlogps.sum(dim=1)
-        good, bad = (data.labels, ~data.labels) if row.loss == "kto" else (slice(None, half), slice(half, None))
+        good, bad = (data.labels, ~data.labels) if row.of_labels else (slice(None, half), slice(half, None))
         lines.append(
             [
                 name,
@@ -170,16 +171,9 @@ def active_fields(row: Row | PreferenceRow) -> dict[str, str]:
     """The fields that have an effect in this row, each with its value and formula: what the row is."""
     if isinstance(row, PreferenceRow):
         fields = {name: f"{getattr(row, name)}: {table[getattr(row, name)]}" for name, table in PREFERENCE_CHOICES.items()}
-        numbers = {
-            "beta": True,
-            "label_smoothing": row.loss in ("cdpo", "robust", "exo", "aot", "aot_unpaired"),
-            "gamma": row.loss == "simpo",
-            "sft_coef": row.sft_coef != 0,
-            "tail_weight": row.tail_weight != 1,
-            "desirable_weight": row.loss == "kto",
-            "undesirable_weight": row.loss == "kto",
-        }
-        return fields | {name: f"{getattr(row, name):g}" for name, is_read in numbers.items() if is_read}
+        idle = {"pair_weight": "none", "sft_reduction": "mean_over_tokens"}
+        fields = {name: text for name, text in fields.items() if getattr(row, name) != idle.get(name)}
+        return fields | {name: f"{getattr(row, name):g}" for name in row.numbers}
     given = row.baseline in ("given", "gae")
     idle = {
         **{name: not row.has_kl for name in ("kl", "kl_anchor", "kl_place")},
@@ -287,7 +281,7 @@ def explain_preference(row: PreferenceRow, data: Preferences) -> str:
         f"  loss     {result.loss.item():.6f}",
     ]
     order = (
-        "answers as labelled" if row.loss == "kto" else f"rows 0 to {len(data.logps) // 2 - 1} chosen, the others rejected"
+        "answers as labelled" if row.of_labels else f"rows 0 to {len(data.logps) // 2 - 1} chosen, the others rejected"
     )
     return "\n".join([*lines, _grid(f"d loss / d logp ({order})", result.dloss_dlogps, data.mask, digits=5)])
 

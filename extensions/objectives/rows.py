@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 from extensions.objectives.choices import Row
-from extensions.objectives.pairs import PreferenceRow
 
 INF = math.inf
 
@@ -17,7 +16,7 @@ TRL = "TRL 1.16.0, GRPOTrainer"
 VERL = "verl 0.9.1, core_algos"
 
 
-def _table(*rows: Row | PreferenceRow) -> dict:
+def _table(*rows: Row) -> dict[str, Row]:
     return {row.name: row for row in rows}
 
 
@@ -224,67 +223,6 @@ OTHER_ROWS = _table(
 
 ROWS: dict[str, Row] = PAPER_ROWS | TRL_ROWS | VERL_ROWS | OTHER_ROWS
 """Every named row. A new one is an entry here and a test."""
-
-_DPO = PreferenceRow("dpo", "Rafailov et al. 2023, arXiv 2305.18290, equation 7",
-    "sums over tokens, as the paper's log pi(y | x)")
-
-PREFERENCE_ROWS: dict[str, PreferenceRow] = _table(
-    _DPO,
-    replace(_DPO, name="dpo_mean", source="TRL calls it sigmoid_norm",
-        differs="from dpo: means over tokens; another objective, not a rescaled one",
-        score="mean"),
-    replace(_DPO, name="cdpo", source="Mitchell 2023, note on noisy preferences, equation 3",
-        differs="from dpo: labels are flipped with probability e, so the margin has a finite optimum",
-        loss="cdpo", label_smoothing=0.1),
-    replace(_DPO, name="robust", source="Chowdhury et al. 2024, arXiv 2403.00409",
-        differs="from cdpo: the flips are subtracted instead of mixed in, which keeps the loss unbiased",
-        loss="robust", label_smoothing=0.1),
-    replace(_DPO, name="ipo", source="Azar et al. 2023, arXiv 2310.12036, equation 17; beta is the paper's tau",
-        differs="from dpo: the margin is fitted to 1 / (2 beta)",
-        loss="ipo"),
-    replace(_DPO, name="ipo_mean", source="TRL 1.16.0 calls it ipo",
-        differs="from ipo: means over tokens, so the target does not depend on length",
-        loss="ipo", score="mean"),
-    replace(_DPO, name="hinge", source="Zhao et al. 2023 (SLiC), arXiv 2305.10425, with a reference",
-        differs="from dpo: no gradient once beta D > 1",
-        loss="hinge"),
-    PreferenceRow("kto", "Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and 8",
-        "labelled answers instead of pairs; the mean is over all answers, z0 from mismatched ones, as in TRL 1.16.0",
-        loss="kto"),
-    PreferenceRow("simpo", "Meng et al. 2024, arXiv 2405.14734",
-        "no reference, means over tokens, a target margin; the paper tunes beta and gamma for each model; 2 and 1 here",
-        loss="simpo", score="mean", reference="unused", beta=2.0, gamma=1.0),
-    PreferenceRow("orpo", "Hong et al. 2024, arXiv 2403.07691",
-        "no reference; odds of per-token means, beside the chosen answers' NLL; beta is the paper's lambda",
-        loss="orpo", score="mean", reference="unused", sft_coef=1.0),
-    replace(_DPO, name="exo", source="Ji et al. 2024, arXiv 2402.00856, equation 16 for two answers",
-        differs="from cdpo: the KL the other way round",
-        loss="exo", label_smoothing=0.1),
-    replace(_DPO, name="sppo_hard", source="Wu et al. 2024, arXiv 2405.00675, with hard labels",
-        differs="from ipo: both answers have a target of their own",
-        loss="sppo_hard"),
-    replace(_DPO, name="bco", source="Jung et al. 2024, arXiv 2404.04656",
-        differs="from dpo: classifies each answer; the paper's running mean of rewards is left out, as in TRL's bco_pair",
-        loss="bco"),
-    replace(_DPO, name="aot", source="Melnyk et al. 2024, arXiv 2406.05882",
-        differs="from dpo: compares sorted gaps, so a pair's gradient depends on its rank in the batch",
-        loss="aot"),
-    replace(_DPO, name="aot_unpaired", source="Melnyk et al. 2024, arXiv 2406.05882",
-        differs="from aot: chosen and rejected scores are sorted apart",
-        loss="aot_unpaired"),
-    replace(_DPO, name="dpo_sft", source='TRL 1.16.0, loss_type=["sigmoid", "sft"], loss_weights=[1, 0.5]',
-        differs="from dpo: + 0.5 * NLL of the chosen answers, so their probability is held up",
-        sft_coef=0.5),
-    replace(_DPO, name="dpo_forward_kl", source="Wang et al. 2023, arXiv 2309.16240",
-        differs="from dpo: the reward behind it is regularised by the forward KL",
-        divergence="forward_kl"),
-    replace(_DPO, name="dpo_js", source="Wang et al. 2023, arXiv 2309.16240",
-        differs="from dpo: the reward behind it is regularised by the Jensen-Shannon divergence",
-        divergence="js"),
-    replace(_DPO, name="ld_dpo", source="Liu et al. 2024, arXiv 2409.06411",
-        differs="from dpo: tokens beyond the shorter answer's length weigh half",
-        tail_weight=0.5),
-)
 
 # fmt: on
 NOT_EXPRESSED: dict[str, str] = {

@@ -158,6 +158,13 @@ NUMBERS: dict[tuple[str, str], tuple[str, ...]] = {
 """(Field, value) -> the numbers that it reads. A number that no choice of a row reads has no effect and is not shown."""
 
 
+QUIET = (
+    "reward_clip", "centre", "whiten_over", "advantage_level", "sampler_correction", "sampler_drop", "token_selection",
+    "kl_tokens", "nll",
+)  # fmt: skip
+"""Fields whose default is that nothing happens: an explanation leaves them out, and `Row.extras` names those in use."""
+
+
 def _homes() -> dict[str, str]:
     """Number -> the field it stands behind: the one most of whose choices read it, the first of equals."""
     readers: dict[str, dict[str, int]] = {}
@@ -312,6 +319,11 @@ class Row(_RowFields):
     @property
     def kl_after_baseline(self) -> bool:
         return self.has_kl and self.kl_place == "after_baseline"
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The QUIET fields that this row uses: what a reader who knows only the classical choices would miss."""
+        return tuple(name for name in QUIET if getattr(self, name) != FIELDS[name].default)
 
     @property
     def choices(self) -> dict[str, Choice]:

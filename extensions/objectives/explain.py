@@ -10,7 +10,7 @@ from torch import Tensor
 
 import rl_lab
 from extensions.objectives.batch import Batch
-from extensions.objectives.choices import CHOICES, FIELDS, NUMBERS, STEPS, Row
+from extensions.objectives.choices import CHOICES, FIELDS, NUMBERS, QUIET, STEPS, Row
 from extensions.objectives.engine import evaluate
 from extensions.objectives.pairs import PREFERENCE_CHOICES, PreferenceRow, Preferences, evaluate_preference
 from extensions.objectives.rows import NOT_EXPRESSED, ROWS
@@ -49,7 +49,7 @@ def verdict_of_first_pass(row: Row, batch: Batch) -> str:
 
 def with_given_advantages(row: Row) -> Row:
     """The row with the batch's advantages in place of its own: its ratio, surrogate, KL in the loss and reduction remain."""
-    kl = {"kl": "none", "kl_coef": 0.0, "kl_place": "loss"} if row.kl_in_reward else {}
+    kl = {} if row.kl_in_loss else {"kl": "none", "kl_coef": 0.0, "kl_place": "loss"}
     return replace(
         row,
         baseline="given",
@@ -58,6 +58,9 @@ def with_given_advantages(row: Row) -> Row:
         group_filter="none",
         overlong="none",
         reward_parts="sum_then_normalise",
+        reward_clip="none",
+        centre="mean",
+        whiten_over="counted",
         **kl,
     )
 
@@ -159,11 +162,6 @@ def preference_table(data: Preferences) -> str:
     return text
 
 
-QUIET = (
-    "reward_clip", "centre", "whiten_over", "advantage_level", "sampler_correction", "sampler_drop", "token_selection",
-    "kl_tokens", "nll",
-)  # fmt: skip
-"""Fields that are shown only where a row uses them: their default is that nothing happens."""
 SHOWN = 8  # rows and tokens of a batch that an explanation prints
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from extensions.objectives.choices import Row
+from extensions.objectives.rows_captured import CAPTURED_ROWS
 
 INF = math.inf
 
@@ -213,15 +214,14 @@ OTHER_ROWS = _table(
         "its entropy bonus of 0.01 is left out",
         scale="group_std", std_ddof=1, std_eps=1e-6, std_guard="floor", kl="k3", reduction="mean_over_tokens",
         kl_reduction="sum_over_width"),
-    Row("grpo@openrlhf-3c3be62",
-        "OpenRLHF 3c3be62, group_norm with token_level_loss; from its source, not checked against a recording",
-        "from the paper: sample std + 1e-9, token mean; its clip of the baselined reward to +-10, and the k1 KL that it "
-        "then subtracts from each token, are left out",
+    Row("grpo@openrlhf-3c3be62", "OpenRLHF 3c3be62, group_norm with token_level_loss; loss and advantages as recorded in 0.11.2",
+        "from the paper: sample std + 1e-9, token mean; its clip of the baselined reward to +-10 (reward_clip) and the k1 KL"
+        " that it then subtracts from each token (kl_place after_baseline) are not set here",
         scale="group_std", std_ddof=1, std_eps=1e-9, reduction="mean_over_window", rows_counted="nonempty",
         length_eps=1e-8),
 )
 
-ROWS: dict[str, Row] = PAPER_ROWS | TRL_ROWS | VERL_ROWS | OTHER_ROWS
+ROWS: dict[str, Row] = PAPER_ROWS | TRL_ROWS | VERL_ROWS | OTHER_ROWS | CAPTURED_ROWS
 """Every named row. A new one is an entry here and a test."""
 
 # fmt: on

@@ -12,6 +12,11 @@ HAND_WRITTEN: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("TD: mask inverted", "next_values.masked_fill(terminated, 0.0)", "next_values.masked_fill(~terminated, 0.0)"),
         ("TD: sign of the value", "gamma * bootstrap - values", "gamma * bootstrap + values"),
         ("TD: no discount", "rewards + gamma * bootstrap", "rewards + bootstrap"),
+        (
+            "TD: truncation taken as an end",
+            "td_residuals(rewards, values, next_values, terminated, gamma)\n    _check",
+            "td_residuals(rewards, values, next_values, boundary, gamma)\n    _check",
+        ),
         ("GAE: recursion cut by terminated", "(~boundary).to(deltas.dtype)", "(~terminated).to(deltas.dtype)"),
         ("GAE: boundary inverted", "(~boundary).to(deltas.dtype)", "boundary.to(deltas.dtype)"),
         ("GAE: gamma once only", "* (gamma * lam)", "* lam"),
@@ -49,6 +54,11 @@ HAND_WRITTEN: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("value clip: none", "(values - old_values).clamp(-epsilon, epsilon)", "(values - old_values)"),
         ("value clip: target not detached", "old_values.detach(), returns.detach()", "old_values.detach(), returns"),
         ("value clip: old value not detached", "old_values.detach(), returns.detach()", "old_values, returns.detach()"),
+        (
+            "KL: arguments exchanged",
+            '_check_last_axis("logits", logits, 1, "the actions")\n    logp = logits.log_softmax(dim=-1)\n    probability',
+            "logits, reference_logits = reference_logits, logits\n    logp = logits.log_softmax(dim=-1)\n    probability",
+        ),
         (
             "KL: sign",
             "gap = (logp - reference_logits.detach().log_softmax(dim=-1))",
@@ -136,6 +146,7 @@ HAND_WRITTEN: dict[str, tuple[tuple[str, str, str], ...]] = {
             "old_values, old_values, shaped_returns)",
             "old_values, old_values, rewards)",
         ),
+        ("PPO: critic not trained", "settings.value_weight * value_loss, {", "0 * value_loss, {"),
         ("PPO: critic climbs", "policy_loss + settings.value_weight", "policy_loss - settings.value_weight"),
         ("PPO: sum of squares", "batch.value_targets).square().mean()", "batch.value_targets).square().sum()"),
         (

@@ -10,8 +10,16 @@ import torch
 
 from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 from extensions.audit import audit
-from extensions.audit_read import recording_from
-from extensions.objectives import CAPTURED_ROWS, PREFERENCE_ROWS, ROWS, evaluate, evaluate_preference, make_batch, make_preferences
+from extensions.audit.read.recording import recording_from
+from extensions.objectives import (
+    CAPTURED_ROWS,
+    PREFERENCE_ROWS,
+    ROWS,
+    evaluate,
+    evaluate_preference,
+    make_batch,
+    make_preferences,
+)
 
 
 class Table(unittest.TestCase):

@@ -118,6 +118,18 @@ class Ledger(unittest.TestCase):
         with self.subTest("a row too few"):
             self.assertTrue(any("missing ['C308']" in line for line in self.problems(ledger[:-1])))
 
+    def test_every_formula_has_its_function_and_its_test(self):
+        found = claims.formulas(README)
+        self.assertGreaterEqual(len(found), 28)
+        self.assertEqual([f.section for f in found], sorted((f.section for f in found), key=lambda s: [*map(int, s.split("."))]))
+        for entry in found:
+            for name in entry.functions:
+                with self.subTest(entry.formula, name=name):
+                    module, _, function = name.rpartition(".")
+                    self.assertTrue(callable(getattr(importlib.import_module(module), function, None)), f"there is no {name}")
+            with self.subTest(entry.formula, test=entry.test):
+                self.assertTrue(claims.test_exists(entry.test), f"there is no test {entry.test}")
+
     def test_sections_are_those_of_the_manual(self):
         sections = claims.readme_sections(README)
         self.assertEqual([int(name.split()[0]) for name in sections], list(range(len(sections))))

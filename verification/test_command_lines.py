@@ -1127,7 +1127,7 @@ class Figures(CommandCase):
         folders = [self.folder / "left", self.folder / "right"]
         figure = plot_results.draw_curves([curves for folder in folders for curves in plot_results.read_folder(folder)])
         labels = [text.get_text() for text in figure.legends[0].texts]
-        self.assertEqual(set(labels), {f"ppo {folders[0]}", f"ppo {folders[1]}", f"dpo {folders[1]}"})
+        self.assertEqual(set(labels), {"ppo left", "ppo right", "dpo right"})
         titles = [axis.get_title() for axis in figure.axes if axis.lines]
         self.assertEqual(titles, ["expected reward", "entropy (nats)", "DPO loss on the training labels"])
         with self.subTest("one folder is labelled by method only, and given twice is drawn once"):
@@ -1151,7 +1151,8 @@ class Figures(CommandCase):
             "columns of something else": ("step,accuracy\n0,1\n", "none of the columns"),
             "a column twice": ("step,expected_reward,expected_reward\n0,0.2,0.3\n", "names a column twice"),
             "no number to draw": ("step,expected_reward\n0,inf\n", "column expected_reward holds an infinite number"),
-            "not UTF-8": (b"step,expected_reward\n0,\xff\n", "cannot be read as CSV"),
+            "no step to draw": ("step,expected_reward\n0,0.2\n1e300,0.3\n", "column step holds a number above 1e+15"),
+            "not UTF-8": (b"step,expected_reward\n0,\xff\n", "cannot be read as text"),
         }
         for name, (content, words) in csv_files.items():
             with self.subTest(name):

@@ -8,7 +8,7 @@ and the fields of Row are made from those tables; nothing is typed a second time
 from __future__ import annotations
 
 import dataclasses
-from typing import Iterator
+from typing import Callable, Iterator
 
 from extensions.objectives.advantages import (
     ADVANTAGE_LEVELS,
@@ -162,7 +162,8 @@ QUIET = (
     "reward_clip", "centre", "whiten_over", "advantage_level", "sampler_correction", "sampler_drop", "token_selection",
     "kl_tokens", "nll",
 )  # fmt: skip
-"""Fields whose default is that nothing happens: an explanation leaves them out, and `Row.extras` names those in use."""
+"""Fields whose default is that nothing happens: an explanation leaves them out, Row.loss_extras and
+Row.advantage_extras name those in use."""
 
 
 def _homes() -> dict[str, str]:
@@ -321,9 +322,18 @@ class Row(_RowFields):
         return self.has_kl and self.kl_place == "after_baseline"
 
     @property
-    def extras(self) -> tuple[str, ...]:
-        """The QUIET fields that this row uses: what a reader who knows only the classical choices would miss."""
-        return tuple(name for name in QUIET if getattr(self, name) != FIELDS[name].default)
+    def advantage_extras(self) -> tuple[str, ...]:
+        """The QUIET fields of steps 1 and 2 that this row uses: who knows only the classical choices would miss them."""
+        return self._extras(lambda title: title[0] in "12")
+
+    @property
+    def loss_extras(self) -> tuple[str, ...]:
+        """The same of the later steps."""
+        return self._extras(lambda title: title[0] not in "12")
+
+    def _extras(self, is_wanted: Callable[[str], bool]) -> tuple[str, ...]:
+        names = [name for title, step in STEPS if is_wanted(title) for name in step]
+        return tuple(name for name in names if name in QUIET and getattr(self, name) != FIELDS[name].default)
 
     @property
     def choices(self) -> dict[str, Choice]:

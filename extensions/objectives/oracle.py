@@ -18,7 +18,7 @@ from extensions import objectives
 from extensions.objectives import ROWS, evaluate
 from extensions.objectives.slow_loss import SlowLoss
 
-CAPTURES = Path(objectives.__file__).parents[1] / "captures"
+CAPTURES = Path(objectives.__file__).parents[1] / "audit" / "captures"
 
 
 @lru_cache

@@ -88,6 +88,7 @@ from extensions.objectives.explain import (
 from extensions.objectives.kl import KLS, KL_GRADIENTS, exact_kl, kl_estimate
 from extensions.objectives.pairs import (
     PREFERENCE_CHOICES,
+    PREFERENCE_FIELDS,
     PREFERENCE_LOSSES,
     PreferenceEvaluation,
     PreferenceRow,

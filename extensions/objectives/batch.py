@@ -226,7 +226,8 @@ _KINDS = {
 
 
 def floating(name: str, value, dtype: torch.dtype | None) -> Tensor:
-    tensor = torch.as_tensor(value).detach()
+    # A list of Python floats holds doubles; torch alone would round them to float32 on the way.
+    tensor = torch.as_tensor(np.asarray(value) if isinstance(value, (list, tuple, float)) else value).detach()
     if dtype is None and not tensor.is_floating_point():
         raise TypeError(f"{name}: got dtype {tensor.dtype}, wanted floating point numbers")
     if tensor.is_complex() or tensor.dtype == torch.bool:

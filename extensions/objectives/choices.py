@@ -335,6 +335,10 @@ class Row(_RowFields):
         names = [name for title, step in STEPS if is_wanted(title) for name in step]
         return tuple(name for name in names if name in QUIET and getattr(self, name) != FIELDS[name].default)
 
+    def reads(self, number: str) -> bool:
+        """Whether one of the choices of this row reads the number."""
+        return any(number in NUMBERS.get((field, getattr(self, field)), ()) for field in FIELDS)
+
     @property
     def choices(self) -> dict[str, Choice]:
         """Field -> the entry that the row has chosen."""

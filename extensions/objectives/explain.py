@@ -12,7 +12,7 @@ import rl_lab
 from extensions.objectives.batch import Batch
 from extensions.objectives.choices import CHOICES, FIELDS, NUMBERS, QUIET, STEPS, Row
 from extensions.objectives.engine import evaluate
-from extensions.objectives.pairs import PREFERENCE_CHOICES, PreferenceRow, Preferences, evaluate_preference
+from extensions.objectives.pairs import PREFERENCE_CHOICES, PREFERENCE_FIELDS, PreferenceRow, Preferences, evaluate_preference
 from extensions.objectives.rows import NOT_EXPRESSED, ROWS
 from extensions.objectives.rows_pairs import PREFERENCE_ROWS
 
@@ -318,9 +318,14 @@ def compare(first: Row | PreferenceRow, second: Row | PreferenceRow, results: tu
 
 def list_choices() -> str:
     """Every choice with its formula, every named row, and what is left out with the reason."""
-    lines = ["CHOICES OF A ROW"]
-    for field, table in (*CHOICES.items(), *((f"preference {name}", t) for name, t in PREFERENCE_CHOICES.items())):
-        lines += ["", f"  {field}", *(f"    {name:26s} {formula}" for name, formula in table.items())]
+    lines = ["CHOICES OF A ROW; the numbers that a choice reads stand below it with their defaults"]
+    for name, field in (FIELDS | {f"preference {name}": field for name, field in PREFERENCE_FIELDS.items()}).items():
+        lines += ["", f"  {name}"]
+        for value, choice in field.choices.items():
+            lines.append(f"    {value:26s} {choice.formula}")
+            numbers = ", ".join(f"{number.name} {number.default:g}" for number in choice.numbers)
+            notes = "; ".join(filter(None, [getattr(choice, "words", ""), numbers and f"reads {numbers}"]))
+            lines += [f"    {'':26s}   {notes}"] if notes else []
     lines += ["", "NAMED ROWS", ""]
     lines += [f"  {name:36s} {row.source}" for name, row in (ROWS | PREFERENCE_ROWS).items()]
     lines += ["", "NOT EXPRESSED AS A ROW", ""]

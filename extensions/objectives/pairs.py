@@ -46,17 +46,16 @@ _FIELDS: dict[str, Field | Number] = {
 _NUMBERS: dict[str, Number] = {name: made for name, made in _FIELDS.items() if isinstance(made, Number)} | {
     number.name: number for loss in LOSSES.values() for number in loss.numbers
 }
+PREFERENCE_FIELDS: dict[str, Field] = {name: made for name, made in _FIELDS.items() if isinstance(made, Field)}
 PREFERENCE_CHOICES: dict[str, dict[str, str]] = {
-    name: {value: choice.formula for value, choice in field.choices.items()}
-    for name, field in _FIELDS.items()
-    if isinstance(field, Field)
+    name: {value: choice.formula for value, choice in field.choices.items()} for name, field in PREFERENCE_FIELDS.items()
 }
 PREFERENCE_LOSSES = LOSSES
 
 
 def _row_fields() -> list[tuple]:
     made: list[tuple] = [("name", "str"), ("source", "str", ""), ("differs", "str", "")]
-    made += [(name, "str", field.default) for name, field in _FIELDS.items() if isinstance(field, Field)]
+    made += [(name, "str", field.default) for name, field in PREFERENCE_FIELDS.items()]
     return made + [(name, "float", number.default) for name, number in _NUMBERS.items()]
 
 
@@ -240,7 +239,7 @@ def evaluate_preference(row: PreferenceRow, data: Preferences) -> PreferenceEval
         losses, slope, margins = entry(row, score - reference, data)
         slope = slope / len(losses)
     else:
-        mapped, mapped_slope = _FIELDS["divergence"].choices[row.divergence](score - reference)
+        mapped, mapped_slope = PREFERENCE_FIELDS["divergence"].choices[row.divergence](score - reference)
         if entry.sorts_gaps:
             losses, slope_u, slope_v, margins = entry(row, score.chunk(2), reference.chunk(2))
         else:

@@ -100,6 +100,12 @@ class BadInput(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "no rewards"):
             evaluate(ROWS["dr_grpo"], replace(batch, rewards=None))
 
+    def test_a_list_keeps_its_digits(self):
+        """0.1 and -1.1 from a list are doubles, as from numpy; the dtype of a tensor is kept."""
+        batch = make_batch(logps=[[-1.1]], mask=[[True]], advantages=[0.1])
+        self.assertEqual((batch.logps.item(), batch.advantages.item()), (-1.1, 0.1))
+        self.assertEqual(make_batch(logps=torch.tensor([[-1.1]]), mask=[[True]], advantages=[0.1]).advantages.dtype, torch.float32)
+
     def test_rows_that_make_no_sense(self):
         for wrong, message in (
             ({"surrogate": "clpi"}, "surrogate: got 'clpi', wanted one of plain, clip"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from extensions.objectives import ROWS, Row
+from extensions.objectives import CHOICES, NUMBERS, ROWS, Row
 
 Extra = tuple[dict, float, "str | None"]
 """An entropy or critic term beside the policy loss: its fields, its amount, the mistake in it."""
@@ -101,7 +101,7 @@ def _unique(matches: list[Match]) -> list[Match]:
 
 LOSS_DEFAULTS = {"kl": "none", "accumulation": "none", "off_policy_rows": "keep"}
 """What a match means by a field that it leaves out."""
-_BANDED = ("clip", "dual_clip", "capped_clip", "cispo", "dppo_tv", "dppo_kl")
+_BANDED = tuple(name for name in CHOICES["surrogate"] if "clip_low" in NUMBERS.get(("surrogate", name), ()))
 
 
 def against(fields: dict, declared: dict) -> list[str]:

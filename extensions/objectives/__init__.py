@@ -113,7 +113,7 @@ from extensions.objectives.preference_losses import (
     sppo_hard_loss,
 )
 from extensions.objectives.reduction import REDUCTIONS, reduction_weights
-from extensions.objectives.rows import NOT_EXPRESSED, OTHER_ROWS, PAPER_ROWS, ROWS, TRL_ROWS, VERL_ROWS
+from extensions.objectives.rows import LATER_ROWS, NOT_EXPRESSED, OTHER_ROWS, PAPER_ROWS, ROWS, TRL_ROWS, VERL_ROWS
 from extensions.objectives.rows_captured import CAPTURED_ROWS
 from extensions.objectives.rows_pairs import PREFERENCE_ROWS
 from extensions.objectives.sampler import (

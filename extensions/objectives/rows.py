@@ -221,20 +221,50 @@ OTHER_ROWS = _table(
         length_eps=1e-8),
 )
 
-ROWS: dict[str, Row] = PAPER_ROWS | TRL_ROWS | VERL_ROWS | OTHER_ROWS | CAPTURED_ROWS
+LATER_ROWS = _table(
+    replace(_GRPO, name="maxrl", source="maximum likelihood reinforcement learning, for rewards of 0 and 1",
+        differs="from grpo: divided by the mean of the group instead of its std, so a rare success weighs more; no KL",
+        scale="group_mean", kl="none", kl_coef=0.0),
+    replace(_GRPO, name="topr", source="Le Roux et al. 2025, arXiv 2503.14286",
+        differs="from cispo: good answers weigh 1, bad ones min(r, 1), r of whole answers; group mean as baseline here",
+        ratio="sequence_product", surrogate="topr", scale="none", kl="none", kl_coef=0.0, reduction="sum_per_response"),
+    replace(_GRPO, name="kl_cov", source="Cui et al. 2025, arXiv 2505.22617",
+        differs="from grpo: no clip; |l - l0| on the few tokens whose advantage goes with their log-probability most",
+        surrogate="plain", kl="abs", kl_anchor="old", kl_coef=1.0, kl_tokens="top_covariance", selected_share=0.0002,
+        reduction="mean_over_tokens"),
+    replace(_GRPO, name="clip_cov", source="Cui et al. 2025, arXiv 2505.22617",
+        differs="from grpo: all tokens between two covariances have no gradient, where the paper draws a few of them",
+        token_selection="outside_covariance", kl="none", kl_coef=0.0, reduction="mean_over_tokens"),
+    replace(_GRPO, name="top_entropy", source="Wang et al. 2025, arXiv 2506.01939",
+        differs="from dapo: the policy term on the fifth of the tokens with the largest entropy; every token is counted",
+        token_selection="top_entropy", clip_high=0.28, kl="none", kl_coef=0.0, reduction="mean_over_tokens"),
+    replace(_GRPO, name="tis", source="truncated importance sampling between an inference engine and a trainer",
+        differs="from grpo: a token weighs old policy over sampler, at most 2; no KL",
+        sampler_correction="token", sampler_bound="capped", kl="none", kl_coef=0.0, reduction="mean_over_tokens"),
+    replace(_GRPO, name="mis", source="masked importance sampling between an inference engine and a trainer",
+        differs="from tis: answers whose geometric mean ratio leaves [0.5, 2] are dropped instead of capped",
+        sampler_correction="geometric", sampler_drop="ratio", sampler_drop_level="mean", sampler_drop_low=0.5,
+        sampler_drop_high=2.0, kl="none", kl_coef=0.0, reduction="mean_over_tokens"),
+    replace(_GRPO, name="nll_on_good", source="the imitation term of VAPO (2025), arXiv 2504.05118, beside grpo",
+        differs="from grpo: + 0.1 * NLL of answers with R > 0, no KL",
+        nll="positive_reward", kl="none", kl_coef=0.0, reduction="mean_over_tokens"),
+    replace(_GRPO, name="overlong_filter", source="Yu et al. 2025 (DAPO), section 3.4, overlong filtering",
+        differs="from grpo: answers that were cut off carry no loss, no KL",
+        overlong="mask", kl="none", kl_coef=0.0, reduction="mean_over_tokens"),
+)
+
+ROWS: dict[str, Row] = PAPER_ROWS | TRL_ROWS | VERL_ROWS | OTHER_ROWS | LATER_ROWS | CAPTURED_ROWS
 """Every named row. A new one is an entry here and a test."""
 
 # fmt: on
 NOT_EXPRESSED: dict[str, str] = {
-    "Clip-Cov, KL-Cov (verl)": "which tokens are cut depends on a covariance over the batch and on a random draw that no "
-    "recorded array holds",
+    "Clip-Cov's own draw (verl)": "it takes a random part of the tokens that outside_covariance names; pass what was drawn as "
+    "selected_tokens, token_selection given",
     "adaptive KL controller (verl)": "a rule for kl_coef from step to step, not an objective on one batch",
     "V-trace (rlax)": "its targets weigh each later step by a product of clipped ratios; the table has GAE only",
-    "top-entropy token selection (TRL top_entropy_quantile)": "a quantile over the batch decides the mask; pass the mask",
-    "sampler correction (TRL with vLLM, verl rollout weights)": "a second ratio to the sampler's own log-probabilities, "
-    "with a clip of its own; no batch here holds them",
-    "reward clip range (OpenRLHF)": "cuts the baselined reward before the KL is subtracted from each token",
+    "an aligned WPO weight (TRL use_weighting)": "it reads the whole vocabulary at every token; pass it as pair_weights",
     "sampling of replacement groups (DAPO)": "the filter is here; drawing new prompts belongs to a trainer",
     "advantages of gamma < 1 that restart after a hole in the mask (verl reinforce_plus_plus)": "here a hole is skipped",
     "Beta Normalization Policy Optimization": "fits a Beta distribution to rewards; the name bnpo here is TRL's reduction",
+    "a multi-turn sum of ratios (one sequence ratio per segment of a packed row)": "a row of the batch is one answer here",
 }

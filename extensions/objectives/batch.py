@@ -74,7 +74,10 @@ class Batch:
         return self.row_ids is not None and self.gen_rewards is not None
 
 
-PER_TOKEN = ("old_logps", "ref_logps", "sampler_logps", "token_level_rewards", "values", "next_values", "vpreds", "returns", "entropies")
+PER_TOKEN = (
+    "old_logps", "ref_logps", "sampler_logps", "token_level_rewards", "values", "next_values", "vpreds", "returns",
+    "entropies",
+)  # fmt: skip
 PER_TOKEN_FLAGS = ("terminated", "boundary", "selected_tokens")
 GENERATION = ("gen_rewards", "gen_rewards_per_func", "gen_group_ids", "gen_lengths", "gen_kl")
 

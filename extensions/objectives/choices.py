@@ -211,7 +211,9 @@ def _row_fields() -> list[tuple]:
 
 
 # A dataclass calls __post_init__ only if it had one when it was made; Row's takes the place of this one.
-_RowFields = dataclasses.make_dataclass("_RowFields", _row_fields(), frozen=True, namespace={"__post_init__": lambda row: None})
+_RowFields = dataclasses.make_dataclass(
+    "_RowFields", _row_fields(), frozen=True, namespace={"__post_init__": lambda row: None}
+)
 
 
 class Row(_RowFields):
@@ -295,7 +297,7 @@ class Row(_RowFields):
         )
         yield self.whiten_over == "slots" and self.scale != "token_std", "whiten_over slots is a way of token_std"
         yield (
-            self.reward_clip == "after_baseline" and not (self.is_grouped or self.baseline in ("none", "batch_mean", "greedy")),
+            self.reward_clip == "after_baseline" and self.baseline in ("given", "gae"),
             "reward_clip after_baseline needs a baseline of answers",
         )
 

@@ -12,7 +12,13 @@ import rl_lab
 from extensions.objectives.batch import Batch
 from extensions.objectives.choices import CHOICES, FIELDS, NUMBERS, QUIET, STEPS, Row
 from extensions.objectives.engine import evaluate
-from extensions.objectives.pairs import PREFERENCE_CHOICES, PREFERENCE_FIELDS, PreferenceRow, Preferences, evaluate_preference
+from extensions.objectives.pairs import (
+    PREFERENCE_CHOICES,
+    PREFERENCE_FIELDS,
+    PreferenceRow,
+    Preferences,
+    evaluate_preference,
+)
 from extensions.objectives.rows import NOT_EXPRESSED, ROWS
 from extensions.objectives.rows_pairs import PREFERENCE_ROWS
 

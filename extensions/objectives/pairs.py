@@ -31,7 +31,7 @@ _FIELDS: dict[str, Field | Number] = {
     }),
     "pair_weight": Field("none", {
         "none": Choice("every pair weighs the same"),
-        "wpo": Choice("min(1, exp(mean_t l of chosen + mean_t l of rejected)), without gradient: what the policy would write"),
+        "wpo": Choice("min(1, exp(mean_t l of chosen + mean_t l of rejected)), without gradient"),
         "given": Choice("a weight as the data hold it", needs=("pair_weights",)),
     }),
     "sft_reduction": Field("mean_over_tokens", plain_choices(
@@ -60,7 +60,9 @@ def _row_fields() -> list[tuple]:
 
 
 # A dataclass calls __post_init__ only if it had one when it was made; PreferenceRow's takes the place of this one.
-_RowFields = dataclasses.make_dataclass("_RowFields", _row_fields(), frozen=True, namespace={"__post_init__": lambda row: None})
+_RowFields = dataclasses.make_dataclass(
+    "_RowFields", _row_fields(), frozen=True, namespace={"__post_init__": lambda row: None}
+)
 
 
 class PreferenceRow(_RowFields):
@@ -92,7 +94,7 @@ class PreferenceRow(_RowFields):
         for excluded, reason in (
             (loss.sorts_gaps and maps, f"{self.loss} sorts gaps, not scores: divergence reverse_kl"),
             (loss.sorts and self.pair_weight != "none", f"{self.loss} compares ranks, not pairs: pair_weight none"),
-            (self.of_labels and needs_pairs, f"{self.loss} has no pairs: no divergence, sft_coef, pair_weight or tail_weight"),
+            (self.of_labels and needs_pairs, f"{self.loss} has no pairs: no divergence, sft_coef, pair_weight, tail_weight"),
             (
                 loss.takes_odds and (maps or self.reference == "used"),
                 f"{self.loss} takes odds, which need reference unused",

@@ -214,7 +214,8 @@ OTHER_ROWS = _table(
         "its entropy bonus of 0.01 is left out",
         scale="group_std", std_ddof=1, std_eps=1e-6, std_guard="floor", kl="k3", reduction="mean_over_tokens",
         kl_reduction="sum_over_width"),
-    Row("grpo@openrlhf-3c3be62", "OpenRLHF 3c3be62, group_norm with token_level_loss; loss and advantages as recorded in 0.11.2",
+    Row("grpo@openrlhf-3c3be62",
+        "OpenRLHF 3c3be62, group_norm with token_level_loss; loss and advantages as recorded in 0.11.2",
         "from the paper: sample std + 1e-9, token mean; its clip of the baselined reward to +-10 (reward_clip) and the k1 KL"
         " that it then subtracts from each token (kl_place after_baseline) are not set here",
         scale="group_std", std_ddof=1, std_eps=1e-9, reduction="mean_over_window", rows_counted="nonempty",

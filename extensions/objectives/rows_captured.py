@@ -1,4 +1,4 @@
-"""Named rows of further programs, each proved by a recorded batch of that program (test_captured.py). A new row is an entry."""
+"""Named rows of further programs, each proved by a recorded batch of it (test_captured.py). A new row is an entry."""
 
 from __future__ import annotations
 

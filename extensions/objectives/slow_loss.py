@@ -31,7 +31,8 @@ class SlowLoss:
         row, total = self.row, torch.zeros((), dtype=self.logps.dtype)
         for i, t in self.all:
             ratio, place = self.ratio(i, t), self.sampler_weight(i, t)
-            total = total - self.weight(row.reduction, i) * self.selects(row.token_selection, i, t) * place * self.J(i, t, ratio)
+            counted = self.weight(row.reduction, i) * self.selects(row.token_selection, i, t)
+            total = total - counted * place * self.J(i, t, ratio)
             if row.kl_in_loss and row.kl != "exact":
                 kl = self.kl(i, t) * (ratio if row.kl_weight == "ratio" else 1)
                 kl = kl * (place if row.sampler_place == "loss" else 1) * self.selects(row.kl_tokens, i, t)

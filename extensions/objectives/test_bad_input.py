@@ -33,7 +33,8 @@ class BadInput(unittest.TestCase):
             spoiled[name] = torch.where(clean.mask, getattr(clean, name), (math.nan, -math.inf, math.inf)[number % 3])
         for name in ("logits", "ref_logits"):
             spoiled[name] = torch.where(clean.mask.unsqueeze(2), getattr(clean, name), math.nan)
-        same = ("mask", "truncated", "selected_tokens", "rewards", "group_ids", "reward_baselines", "rewards_per_func", "reward_weights", "budget")
+        same = ("mask", "truncated", "selected_tokens", "rewards", "group_ids", "reward_baselines", "rewards_per_func")
+        same += ("reward_weights", "budget")
         dirty = make_batch(**spoiled, **{name: getattr(clean, name) for name in same})
         for name, row in ROWS.items():
             one, two = evaluate(row, clean), evaluate(row, dirty)
@@ -104,7 +105,8 @@ class BadInput(unittest.TestCase):
         """0.1 and -1.1 from a list are doubles, as from numpy; the dtype of a tensor is kept."""
         batch = make_batch(logps=[[-1.1]], mask=[[True]], advantages=[0.1])
         self.assertEqual((batch.logps.item(), batch.advantages.item()), (-1.1, 0.1))
-        self.assertEqual(make_batch(logps=torch.tensor([[-1.1]]), mask=[[True]], advantages=[0.1]).advantages.dtype, torch.float32)
+        single = make_batch(logps=torch.tensor([[-1.1]]), mask=[[True]], advantages=[0.1])
+        self.assertEqual(single.advantages.dtype, torch.float32)
 
     def test_rows_that_make_no_sense(self):
         for wrong, message in (

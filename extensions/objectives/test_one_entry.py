@@ -1,4 +1,4 @@
-"""A new surrogate is one entry: a copy of the lab with that entry and nothing else evaluates, explains, lists and declares it."""
+"""A new surrogate is one entry: a copy of the lab with that entry alone evaluates, explains, lists and declares it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corrections between sampler and trainer, selections of tokens, and the smaller terms: numbers by hand, and where they act."""
+"""Corrections between sampler and trainer, selections of tokens, smaller terms: numbers by hand, and where they act."""
 
 from __future__ import annotations
 

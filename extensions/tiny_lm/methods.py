@@ -37,7 +37,7 @@ def supervised(stage: Stage) -> Iterator[Diagnostics]:
 def token_advantages(
     settings: TinySettings, answers: Answers, reference: Scored, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """PPO for language models, by the row `ppo` of extensions/objectives with a KL in the reward -> advantages, returns [N, R].
+    """PPO for language models, by the row `ppo` of objectives with a KL in the reward -> advantages, returns [N, R].
 
     Reward: -kl * (old_logp - ref_logp) at each token, the k1 estimate of KL(old || reference), and the answer's at its last
     one. GAE over the tokens, gamma 1; the last token ends the episode. values [N, R]: values[:, t] is the critic's estimate

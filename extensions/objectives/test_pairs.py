@@ -188,6 +188,8 @@ class PreferenceLosses(unittest.TestCase):
             result = evaluate_preference(replace(PREFERENCE_ROWS["dpo"], pair_weight=weight), data)
             self.assertAlmostEqual(result.loss.item(), factor * math.log(2), 12)
             self.assertAlmostEqual(result.dloss_dlogps[0, 0].item(), -0.05 * factor, 12)
+        dense = make_preferences(logps=-logps, ref_logps=-logps, mask=np.ones((2, 2), dtype=bool))  # exp(1.5), held at 1
+        self.assertAlmostEqual(evaluate_preference(PREFERENCE_ROWS["wpo"], dense).loss.item(), math.log(2), 12)
         with self.assertRaisesRegex(ValueError, "no pair_weights"):
             evaluate_preference(replace(PREFERENCE_ROWS["dpo"], pair_weight="given"), replace(data, pair_weights=None))
 

@@ -1367,6 +1367,12 @@ def readable(number: float) -> str:
     return f"{number:.4f}" if abs(number) < 1e6 else f"{number:.4g}"
 
 
+def program_name() -> str:
+    """What the user typed: the file, or `python -m package` where the file is a package's __main__.py."""
+    path = Path(sys.argv[0])
+    return f"python -m {path.parent.parent.name}.{path.parent.name}" if path.name == "__main__.py" else path.name
+
+
 def run_command(main: Callable[[], None]) -> None:
     """Run a command; what a user can cause ends in one line on stderr: exit 1 for a problem, 130 for Ctrl-C."""
     # The lab's tensors are a few hundred numbers: waking a second thread for them costs more than it computes, and on a busy
@@ -1377,7 +1383,7 @@ def run_command(main: Callable[[], None]) -> None:
         if sys.stdout is not None:
             sys.stdout.flush()
     except (FileProblem, FloatingPointError) as problem:
-        sys.exit(f"{Path(sys.argv[0]).name}: error: {problem}")
+        sys.exit(f"{program_name()}: error: {problem}")
     except KeyboardInterrupt:
         below_the_progress_line = "\n" if is_terminal(sys.stderr) else ""
         print(f"{below_the_progress_line}interrupted: every file is whole, the earlier one or the new one", file=sys.stderr)
@@ -1388,7 +1394,7 @@ def run_command(main: Callable[[], None]) -> None:
         sys.exit(1)
     except OSError as problem:  # a full disk behind `> file`; what is left in the buffer must not fail again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(f"{Path(sys.argv[0]).name}: error: cannot print ({problem.strerror})")
+        sys.exit(f"{program_name()}: error: cannot print ({problem.strerror})")
 
 
 DESCRIPTION = """\

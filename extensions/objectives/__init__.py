@@ -83,7 +83,7 @@ from extensions.objectives.advantages import (
     token_rewards,
     variance_of,
 )
-from extensions.objectives.batch import GENERATION, PER_TOKEN, PER_TOKEN_FLAGS, Batch, make_batch
+from extensions.objectives.batch import GENERATION, PER_ROW, PER_TOKEN, PER_TOKEN_FLAGS, Batch, make_batch
 from extensions.objectives.choices import CHOICES, FIELDS, NUMBERS, RANGES, STEPS, Row
 from extensions.objectives.critic import VALUE_LOSSES, value_loss_and_slope
 from extensions.objectives.engine import Evaluation, Weighing, evaluate, loss_to_backpropagate

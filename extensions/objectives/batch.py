@@ -78,6 +78,7 @@ PER_TOKEN = (
     "old_logps", "ref_logps", "sampler_logps", "token_level_rewards", "values", "next_values", "vpreds", "returns",
     "entropies",
 )  # fmt: skip
+PER_ROW = ("rewards", "reward_baselines")
 PER_TOKEN_FLAGS = ("terminated", "boundary", "selected_tokens")
 GENERATION = ("gen_rewards", "gen_rewards_per_func", "gen_group_ids", "gen_lengths", "gen_kl")
 
@@ -221,8 +222,8 @@ _KINDS = {
     **dict.fromkeys(("gen_group_ids", "gen_lengths"), "whole_numbers"),
     **dict.fromkeys(("rewards_per_func", "reward_weights", "gen_rewards", "gen_rewards_per_func", "gen_kl"), "numbers"),
     **dict.fromkeys(("window_tokens", "window_rows", "budget"), "count"),
+    **dict.fromkeys(PER_ROW, "row_numbers"),
     "rewards": "row_rewards",  # NaN: missing
-    "reward_baselines": "row_numbers",
     "truncated": "row_flags",
     "accumulation_steps": "whole_count",
 }

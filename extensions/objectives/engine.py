@@ -12,7 +12,7 @@ from torch import Tensor
 from extensions.objectives.advantages import advantages_and_targets, counted_mask, kept_rows
 from extensions.objectives.batch import Batch, required, sampling_logps
 from extensions.objectives.choices import Row
-from extensions.objectives.critic import value_loss_and_slope
+from extensions.objectives.critic import VALUE_LOSSES, value_loss_and_slope
 from extensions.objectives.kl import exact_kl, kl_estimate
 from extensions.objectives.pairs import PreferenceEvaluation
 from extensions.objectives.reduction import row_weights
@@ -260,7 +260,7 @@ def _critic_term(s: _Setting, targets: Tensor | None) -> _Term:
     targets = batch.returns if batch.returns is not None else targets
     if targets is None:
         raise ValueError(f"{row.name}: the critic has no target: the batch has neither returns nor values")
-    old_values = None if row.value_loss == "square" else required(row, batch, "values")
+    old_values = required(row, batch, "values") if "values" in VALUE_LOSSES[row.value_loss].needs else None
     errors, slope = value_loss_and_slope(row, required(row, batch, "vpreds"), old_values, targets)
     weighing = s.weighing(row.reduction, row.value_coef)
     return _Term(weighing.total(errors), weighing.of_tokens(slope))

@@ -38,7 +38,7 @@ class GradientInClosedForm(GradientCase):
     def test_finite_differences(self):
         """(L(l + h) - L(l - h)) / 2h for rows without a stop-gradient; the small batch stands on no kink."""
         batch, h = small_batch(), 1e-6
-        # V1 restarts its statistics nowhere: advantages come from old quantities, so moving l moves the loss alone.
+        # Advantages come from rewards and old quantities: moving l moves the loss and leaves them as they are.
         for name in (
             "ppo",
             "dual_clip",

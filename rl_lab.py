@@ -1169,8 +1169,8 @@ def check_writable(paths: Sequence[Path], expected_bytes: int) -> None:
             raise FileProblem(f"{folder}: cannot be written ({problem.strerror}); nothing was changed") from problem
 
 
-def replace_files(texts: dict[Path, str]) -> None:
-    """Write all files: each whole beside its target, then all renamed over theirs.
+def replace_files(texts: dict[Path, str | bytes]) -> None:
+    """Write all files: each whole beside its target, then all renamed over theirs. Text becomes UTF-8, bytes stay.
 
     A failure or Ctrl-C while writing leaves every file as it was; between two renames, each is the old one or the new one.
     Raises FileProblem when the disk is full or the folder is not writable; no partial file remains.
@@ -1178,8 +1178,8 @@ def replace_files(texts: dict[Path, str]) -> None:
     partials = {path: path.with_name(f".{path.name}.{os.getpid()}.partial") for path in texts}
     try:
         for path, text in texts.items():
-            with open(partials[path], "w", encoding="utf-8", newline="") as file:
-                file.write(text)
+            with open(partials[path], "wb") as file:
+                file.write(text.encode() if isinstance(text, str) else text)
                 file.flush()
                 os.fsync(file.fileno())
         for path in texts:

@@ -149,8 +149,8 @@ def finish(trainer: Trainer, folder: Path) -> dict:
 
 def check_combinations(parser: LabParser, arguments: argparse.Namespace, given: dict) -> None:
     """Flags that do not go together end the command with one line."""
-    if arguments.resume and (given or arguments.env or arguments.seeds):
-        flag = "env" if arguments.env else "seeds" if arguments.seeds else next(iter(given)).replace("_", "-")
+    if arguments.resume and (given or arguments.seeds):
+        flag = "seeds" if arguments.seeds else next(iter(given)).replace("_", "-")
         parser.error(f"argument --{flag}: not allowed with --resume, which keeps the settings of the checkpoint")
     if arguments.seeds and "seed" in given:
         parser.error(f"argument --seeds: not allowed with --seed {given['seed']}; give the seeds once")
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     env, evaluations, trainer = arguments.env or "CartPole-v1", [], None
     for seed, folder in folders.items():
         if arguments.resume:
-            trainer = restored(folder)
+            trainer = restored(folder, arguments.env)
         else:
             try:
                 trainer = Trainer(run_of(env, **given, **({} if seed is None else {"seed": seed})))

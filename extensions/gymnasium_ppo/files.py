@@ -79,10 +79,18 @@ def read_checkpoint(folder: Path) -> tuple[Run, dict[str, np.ndarray]]:
         raise FileProblem(f"{path}: is no checkpoint of this command ({str(problem) or type(problem).__name__})") from problem
 
 
-def restored(folder: Path) -> Trainer:
-    """A trainer that goes on where the checkpoint in `folder` was written. Raises FileProblem."""
+def restored(folder: Path, env: str | None = None) -> Trainer:
+    """A trainer that goes on where the checkpoint in `folder` was written. Raises FileProblem.
+
+    env: the environment that the caller expects. An id of the form module:id makes Gymnasium import that module; the file
+    alone may not ask for that.
+    """
     run, arrays = read_checkpoint(folder)
     path = paths_of(folder)["checkpoint"]
+    if env not in (None, run.env):
+        raise FileProblem(f"{path}: is of {run.env}, not of {env}")
+    if ":" in run.env and env is None:
+        raise FileProblem(f"{path}: its environment {run.env} names a module to import; give --env, too, if you trust it")
     try:
         trainer = Trainer(run)
         for name, fresh in trainer.arrays().items():

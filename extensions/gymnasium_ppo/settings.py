@@ -37,9 +37,7 @@ class EnvironmentSettings(Settings):
     max_gradient_norm: float = setting(0.5, Range(float, 0, 1e6, above=True), "gradient norm is clipped to this", "update")
     adam_epsilon: float = setting(1e-5, Range(float, 0, 1, above=True), "Adam's epsilon", "update")
     hidden: int = setting(64, Range(int, 1, 4096), "width of the two hidden layers of actor and critic", "network")
-    checkpoint_every: int = setting(
-        20, Range(int, 1, 10**6), "updates between two checkpoints", "run"
-    )
+    checkpoint_every: int = setting(20, Range(int, 1, 10**6), "updates between two checkpoints", "run")
 
 
 class Choice(NamedTuple):
@@ -94,7 +92,10 @@ class Run:
 
 PRESETS: dict[str, dict[str, float | str]] = {
     "CartPole-v1": dict(learning_rate=1e-3, gamma=0.98, gae_lambda=0.9, rollout_rows=128, batch_size=256, epochs=8),
-    "Acrobot-v1": dict(normalise_observations=1, rollout_rows=128, gamma=0.99, gae_lambda=0.94, learning_rate=1e-3),
+    "Acrobot-v1": dict(
+        environments=16, rollout_rows=128, epochs=4, learning_rate=5e-4, gae_lambda=0.94, normalise_observations=1,
+        normalise_rewards=1,
+    ),
     "Pendulum-v1": dict(
         gamma=0.9, gae_lambda=0.95, environments=4, rollout_rows=256, batch_size=64, learning_rate=1e-3, normalise_rewards=1
     ),

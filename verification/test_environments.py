@@ -21,7 +21,7 @@ from extensions.gymnasium_ppo.boundaries import Steps, advantages_of
 from extensions.gymnasium_ppo.environments import Collector, Rollout, make_environments
 from extensions.gymnasium_ppo.policy import Policy
 from extensions.gymnasium_ppo.settings import run_of
-from extensions.gymnasium_ppo.update import Batch, gradient_of, ppo_loss, step
+from extensions.gymnasium_ppo.update import Batch, descend_flat, gradient_of, ppo_loss
 from rl_lab import Adam
 from verification.test_peers import PeerTest, needs
 
@@ -197,7 +197,7 @@ class SameUpdate(Close):
             batch = Batch(data.observations.double(), actions, unused, *(c.double().flatten() for c in columns))
             loss = ppo_loss(policy, batch, settings, normalise)
             gradient = gradient_of(ppo_loss(policy, batch, settings, normalise).total, policy)
-            step(loss.total, policy, optimizer, settings.max_gradient_norm, env)
+            descend_flat(loss.total, policy, optimizer, settings.max_gradient_norm, env)
         norm = torch.linalg.vector_norm(gradient).item()
         clipped = gradient * min(1.0, settings.max_gradient_norm / norm)
         self.assert_close(loss.total.item(), model.logger.name_to_value["train/loss"], "loss of the last mini-batch")

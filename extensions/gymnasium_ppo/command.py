@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import textwrap
 from pathlib import Path
 from typing import Sequence
 
@@ -16,20 +17,21 @@ from extensions.gymnasium_ppo.training import Trainer
 from rl_lab import LabParser, add_settings, check_writable, chosen_settings, format_table, parse_seeds, progress_line
 
 DESCRIPTION = """\
-PPO from the lab's atoms in Gymnasium environments, on the CPU: a network in place of the table of
-logits, episodes that end or run into a time limit, mini-batches, evaluation on seeds of its own.
-Writes OUTPUT/ppo.csv (one row per update), ppo.json (settings, evaluation) and checkpoint.npz."""
+PPO from the lab's atoms in Gymnasium environments, on the CPU: a network in
+place of the table of logits, episodes that end or run into a time limit,
+mini-batches, evaluation on seeds of its own. Writes OUTPUT/ppo.csv (one row per
+update), ppo.json (settings, evaluation) and checkpoint.npz."""
 
 EXAMPLES = """\
 examples:
-  python -m extensions.gymnasium_ppo --env CartPole-v1 --seed 0 --steps 100000 --output results-cartpole
+  python -m extensions.gymnasium_ppo --env CartPole-v1 --output results-cartpole
   python plot_results.py --input results-cartpole --output cartpole.svg
   python -m extensions.gymnasium_ppo --env Pendulum-v1 --seeds 0-4 --output results-pendulum
   python -m extensions.gymnasium_ppo --resume --output results-cartpole
 
-five mistakes at the end of an episode: their exact numbers, then what one of them does to a training
+five mistakes at the end of an episode: exact numbers, then one in a training
   python -m extensions.gymnasium_ppo --toy
-  python -m extensions.gymnasium_ppo --env CartPole-v1 --boundary-mistake one-done --output results-one-done
+  python -m extensions.gymnasium_ppo --boundary-mistake one-done --output results-one-done
 
 mistakes:
 {mistakes}
@@ -40,11 +42,13 @@ presets, which a flag overrules (other environments take the defaults):
 
 def examples() -> str:
     """The end of the help text, with what the tables say."""
-    mistakes = "\n".join(f"  {name:13} {mistake.what}" for name, mistake in MISTAKES.items())
+    mistakes = "\n".join(
+        textwrap.fill(f"  {name:13} {mistake.what}", 80, subsequent_indent=" " * 16) for name, mistake in MISTAKES.items()
+    )
     presets = []
     for name, preset in PRESETS.items():
         settings = [f"{key.replace('_', '-')} {value}" for key, value in preset.items()]
-        presets += [f"  {name}", *("    " + ", ".join(settings[i : i + 4]) for i in range(0, len(settings), 4))]
+        presets.append(textwrap.fill(f"  {name}: " + ", ".join(settings), 80, subsequent_indent=" " * 4))
     return EXAMPLES.format(mistakes=mistakes, presets="\n".join(presets))
 
 

@@ -1,7 +1,7 @@
 """Running statistics that scale observations and rewards. They move between rollouts only, and never in an evaluation.
 
-Within one rollout and all updates on it a statistic stays fixed: the actor sees the same inputs when it acts and when its
-log-probability is computed again, and the first ratio is exactly 1. stable-baselines3 moves them at every step.
+Within one rollout and all updates on it a statistic stays fixed: the actor sees the same inputs when it acts and when
+its log-probability is computed again, and the first ratio is exactly 1. stable-baselines3 moves them at every step.
 """
 
 from __future__ import annotations

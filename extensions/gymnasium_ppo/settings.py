@@ -19,7 +19,7 @@ class EnvironmentSettings(Settings):
     evaluation_episodes: int = setting(20, Range(int, 1, 10_000), "episodes of each evaluation, on seeds of their own", "run")
     environments: int = setting(8, Range(int, 1, 1024), "environments that step together", "rollout")
     rollout_rows: int = setting(128, Range(int, 1, 100_000), "steps of each environment per rollout", "rollout")
-    time_limit: int = setting(0, Range(int, 0, 10**9), "truncate episodes after so many steps; 0: the environment's", "rollout")
+    time_limit: int = setting(0, Range(int, 0, 10**9), "truncate episodes after so many steps; 0: its own", "rollout")
     normalise_observations: int = setting(0, Range(int, 0, 1), "1: running mean and std, frozen in evaluation", "rollout")
     normalise_rewards: int = setting(0, Range(int, 0, 1), "1: divide by the std of the discounted sum", "rollout")
     gamma: float = setting(0.99, Range(float, 0, 1), "discount", "update")

@@ -14,7 +14,7 @@ from extensions.gymnasium_ppo.environments import Collector, make_environments
 from extensions.gymnasium_ppo.normalise import ObservationNormaliser, RewardNormaliser
 from extensions.gymnasium_ppo.policy import Policy
 from extensions.gymnasium_ppo.settings import Run
-from extensions.gymnasium_ppo.update import batch_of, update
+from extensions.gymnasium_ppo.update import batch_of, update_on_batch
 from rl_lab import Adam
 
 COLUMNS = (
@@ -64,7 +64,10 @@ class Trainer:
         return len(self.history) >= self.run.updates
 
     def advance(self) -> dict[str, float]:
-        """One rollout, the updates on it, one row of the history (returned)."""
+        """One rollout, the updates on it, one row of the history (returned).
+
+        Raises FloatingPointError, naming the update, for a reward, value, loss or gradient that is not finite.
+        """
         settings, done = self.run.settings, len(self.history)
         self.optimizer.lr = settings.learning_rate
         if self.run.schedule == "linear":
@@ -77,8 +80,12 @@ class Trainer:
             next_observations=self.observations(raw.next_observations),
             rewards=self.rewards.scale(raw.rewards, raw.terminated | raw.truncated, raw.valid),
         )
-        batch = batch_of(self.policy, rollout, self.run)
-        report = update(self.policy, self.optimizer, batch, self.run, self.generator, f"{self.run.env}, update {done + 1}")
+        where = f"{self.run.env}, update {done + 1}"
+        try:
+            batch = batch_of(self.policy, rollout, self.run)
+        except ValueError as problem:  # a reward or a value that is not finite
+            raise FloatingPointError(f"{where}: {problem}") from problem
+        report = update_on_batch(self.policy, self.optimizer, batch, self.run, self.generator, where)
         self.observations.update(raw.observations[raw.valid])
 
         self.episodes += len(raw.episode_returns)
@@ -160,14 +167,12 @@ class Trainer:
 def evaluate(run: Run, policy: Policy, normaliser: ObservationNormaliser, deterministic: bool) -> dict[str, float]:
     """Returns of whole episodes on seeds that training never saw, one episode per environment; statistics stay frozen.
 
-    deterministic: the likeliest action or the mean; else sampled. Rewards are the environment's own. The time limit, too.
+    deterministic: the likeliest action or the mean; else sampled. Rewards and time limit are the environment's own.
     -> mean_return, std_return (n), episodes, deterministic, mean_length, unfinished (given up after LONGEST_EVALUATION).
     """
     settings, count = run.settings, run.settings.evaluation_episodes
     environments, spaces = make_environments(run.env, count, "next-step")
-    collector = Collector(
-        environments, spaces, "next-step", seeds_for(settings.seed, EVALUATION_SEEDS, count)
-    )
+    collector = Collector(environments, spaces, "next-step", seeds_for(settings.seed, EVALUATION_SEEDS, count))
     (noise_seed,) = seeds_for(settings.seed, EVALUATION_NOISE, 1)
     generator = torch.Generator().manual_seed(noise_seed)
     returns, lengths, running = np.zeros(count), np.zeros(count), np.ones(count, dtype=bool)

@@ -106,7 +106,7 @@ def gradient_of(loss: Tensor, policy: Policy) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients])
 
 
-def step(loss: Tensor, policy: Policy, optimizer: Adam, max_gradient_norm: float, where: str) -> float:
+def descend_flat(loss: Tensor, policy: Policy, optimizer: Adam, max_gradient_norm: float, where: str) -> float:
     """Backward, clip to the norm, Adam on the flat vector -> the norm before clipping.
 
     Raises FloatingPointError, naming `where`, when loss or norm is not finite; the parameters are then as before.
@@ -133,7 +133,7 @@ def minibatches(batch: Batch, size: int, generator: torch.Generator) -> Iterator
         yield shuffled.take(slice(first, last))
 
 
-def update(
+def update_on_batch(
     policy: Policy, optimizer: Adam, batch: Batch, run: Run, generator: torch.Generator, where: str
 ) -> dict[str, float]:
     """All epochs on one batch -> what to write down about them.
@@ -153,7 +153,7 @@ def update(
                 if kl > settings.kl_stop:
                     stopped = True
                     break
-            norm = step(loss.total, policy, optimizer, settings.max_gradient_norm, where)
+            norm = descend_flat(loss.total, policy, optimizer, settings.max_gradient_norm, where)
             steps += 1
             if epoch == settings.epochs - 1 or settings.kl_stop:
                 clipped = clip_fraction(loss.logps, part.old_logps, settings.clip_epsilon).item()

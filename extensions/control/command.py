@@ -42,9 +42,14 @@ def build_parser() -> LabParser:
     parser = LabParser(prog="python -m extensions.control", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--train", action="store_true", help="train PPO through the stack (about half a minute a contract)")
     parser.add_argument(
-        "--contract", choices=(*contract.CONTRACTS, "all"), default="sampled", help="what the ratio is made of; default sampled"
+        "--contract",
+        choices=(*contract.CONTRACTS, "all"),
+        default="sampled",
+        help="what the ratio is made of; default sampled",
     )
-    parser.add_argument("--solver", choices=solvers.NAMES, default="active-set", help="QP solver; default active-set, the lab's own")
+    parser.add_argument(
+        "--solver", choices=solvers.NAMES, default="active-set", help="QP solver; default active-set, the lab's own"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="with --train: write DIR/CONTRACT.csv and .json")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON")
     parser.add_argument("--plot", type=plot_results.figure_path, metavar="FILE", help="draw them: .svg, .png or .pdf")
@@ -106,7 +111,11 @@ def as_json() -> dict:
     failed = qp.active_set(worked.infeasible())
     return {
         "riccati": {"P": regulator.P.tolist(), "K": regulator.K.tolist()},
-        "mpc": {"u": planned.u[:, 0].tolist(), "objective": planned.solution.objective, "residual": planned.solution.residual},
+        "mpc": {
+            "u": planned.u[:, 0].tolist(),
+            "objective": planned.solution.objective,
+            "residual": planned.solution.residual,
+        },
         "qp": {name: qp.active_set(p).objective + constant for name, (p, constant, _) in qp.hock_schittkowski().items()},
         "infeasible": {"status": failed.status, "residual": failed.residual},
         "contract": {
@@ -124,7 +133,11 @@ def as_json() -> dict:
 
 
 def run_documents(run: TrainingRun, folder: Path, solver: str) -> dict[Path, str]:
-    config = {"contract": run.contract, "solver": solver, **{name: getattr(run.settings, name) for name in run.settings.__dataclass_fields__}}
+    config = {
+        "contract": run.contract,
+        "solver": solver,
+        **{name: getattr(run.settings, name) for name in run.settings.__dataclass_fields__},
+    }
     document = {"config": config, "software": software(), "seconds_per_plan": run.latency, "final_metrics": run.history[-1]}
     return {folder / f"{run.contract}.csv": csv_text(run.history), folder / f"{run.contract}.json": json_text(document)}
 
@@ -148,7 +161,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.train:
         for name in names:
             progress = progress_line(name, settings["updates"], "completed")
-            runs.append(train(name, solver=None if arguments.solver == "active-set" else solver, on_step=progress, **settings))
+            runs.append(
+                train(name, solver=None if arguments.solver == "active-set" else solver, on_step=progress, **settings)
+            )
         print(format_table(TRAINED, [trained(run) for run in runs]))
         print("\nratios > 1.2: at the first pass, where the policy has not changed; right is 0.")
     else:
@@ -156,7 +171,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise FloatingPointError("a worked example disagrees with its known number")
         print_solver(arguments.solver)
         print_no_limit()
-    texts = {path: text for run in runs if arguments.output for path, text in run_documents(run, arguments.output, arguments.solver).items()}
+    texts = {
+        path: text
+        for run in runs
+        if arguments.output
+        for path, text in run_documents(run, arguments.output, arguments.solver).items()
+    }
     if arguments.json:
         texts[arguments.json] = json_text(as_json())
     if texts:

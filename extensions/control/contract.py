@@ -22,7 +22,10 @@ LOW, HIGH = -1.0, 1.0
 MEAN, SPREAD, NEW_MEAN = 0.5, 0.8, 0.6
 BAND = 1.2  # upper end of PPO's band at epsilon .2
 CONTRACTS = ("sampled", "executed", "mixed", "capg")
-REWARDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"R = u": lambda u: u, "R = -(u - 0.3)^2": lambda u: -((u - 0.3) ** 2)}
+REWARDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "R = u": lambda u: u,
+    "R = -(u - 0.3)^2": lambda u: -((u - 0.3) ** 2),
+}
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(80)
 

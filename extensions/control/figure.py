@@ -25,7 +25,9 @@ def draw_mpc(axis) -> None:
     for number, k in enumerate((0, 3, 6)):
         planned = loop.plans[k]
         style = dict(linestyle=":", linewidth=1.2)
-        axis.plot(k + np.arange(11), planned.x[:, 0], color="black", alpha=0.6, label="planned" if not number else None, **style)
+        axis.plot(
+            k + np.arange(11), planned.x[:, 0], color="black", alpha=0.6, label="planned" if not number else None, **style
+        )
         axis.step(k + np.arange(10), planned.u[:, 0], where="post", color="C0", alpha=0.6, **style)
     axis.set(title="MPC: predicted against executed", xlabel="step")
 
@@ -40,12 +42,21 @@ def draw_references(axis) -> None:
         reference = stack.manager.reference
         if step < 8:
             knots = np.linspace(reference.time, reference.valid_until, 10)
-            axis.plot(knots, [reference.at(t)[0] for t in knots], color="C0", linewidth=3, alpha=0.4, label="reference, while valid" if not step else None)
+            axis.plot(
+                knots,
+                [reference.at(t)[0] for t in knots],
+                color="C0",
+                linewidth=3,
+                alpha=0.4,
+                label="reference, while valid" if not step else None,
+            )
         times.append(stack.now)
         angles.append(stack.q[0])
     axis.plot(times, angles, "k.-", label="joint 1, executed")
     axis.axvline(0.8, color="C3", linestyle="--", linewidth=1, label="no plan any more: hold, then stop")
-    axis.set(title="references, their validity, and a planner that fails", xlabel="time (s)", ylabel="angle of joint 1 (rad)")
+    axis.set(
+        title="references, their validity, and a planner that fails", xlabel="time (s)", ylabel="angle of joint 1 (rad)"
+    )
 
 
 def draw_hierarchy(axis) -> None:
@@ -63,12 +74,36 @@ def draw_ratios(axis) -> None:
     a = np.linspace(-2.2, 3.2, 400)
     for name in contract.CONTRACTS:
         style = dict(linewidth=4 if name == "sampled" else 1.8, alpha=0.5 if name == "sampled" else 1)
-        axis.plot(a, np.exp(contract.log_ratio(name, a, contract.MEAN)), color=COLOURS[name], label=f"{name}, policy unchanged", **style)
-    axis.plot(a, np.exp(contract.log_ratio("executed", a, contract.NEW_MEAN)), "--", color=COLOURS["executed"], label="executed, new mean .6")
-    axis.plot(a, np.exp(contract.log_ratio("sampled", a, contract.NEW_MEAN)), "--", color=COLOURS["sampled"], label="sampled, new mean .6")
+        axis.plot(
+            a,
+            np.exp(contract.log_ratio(name, a, contract.MEAN)),
+            color=COLOURS[name],
+            label=f"{name}, policy unchanged",
+            **style,
+        )
+    axis.plot(
+        a,
+        np.exp(contract.log_ratio("executed", a, contract.NEW_MEAN)),
+        "--",
+        color=COLOURS["executed"],
+        label="executed, new mean .6",
+    )
+    axis.plot(
+        a,
+        np.exp(contract.log_ratio("sampled", a, contract.NEW_MEAN)),
+        "--",
+        color=COLOURS["sampled"],
+        label="sampled, new mean .6",
+    )
     axis.axhline(contract.BAND, color="grey", linestyle=":", linewidth=1)
     axis.axvspan(contract.LOW, contract.HIGH, color="grey", alpha=0.12, linewidth=0)
-    axis.set(title="the ratio that each contract computes (limits shaded)", xlabel="sampled a", ylabel="ratio", yscale="log", ylim=(0.2, 60))
+    axis.set(
+        title="the ratio that each contract computes (limits shaded)",
+        xlabel="sampled a",
+        ylabel="ratio",
+        yscale="log",
+        ylim=(0.2, 60),
+    )
 
 
 def draw(runs: Sequence[TrainingRun] = ()):
@@ -76,7 +111,9 @@ def draw(runs: Sequence[TrainingRun] = ()):
     figure, axes = plot_results.new_figure(4 + 2 * bool(runs), columns=3 if runs else 2, panel_size=(5.6, 4.0))
     for axis, panel in zip(axes, (draw_mpc, draw_references, draw_hierarchy, draw_ratios)):
         panel(axis)
-    for axis, column, title in zip(axes[4:], ("completed", "mean_reward"), ("share of goals reached", "mean reward of a step")):
+    for axis, column, title in zip(
+        axes[4:], ("completed", "mean_reward"), ("share of goals reached", "mean reward of a step")
+    ):
         for run in runs:
             steps = [row["step"] for row in run.history]
             axis.plot(steps, [row[column] for row in run.history], color=COLOURS[run.contract], label=run.contract)

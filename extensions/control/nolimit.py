@@ -38,7 +38,9 @@ def outcomes(updates: int = 100, samples: int = 64, seed: int = 0) -> list[Outco
         first, second = a.view(2, -1)
         chosen, rejected = torch.maximum(first, second), torch.minimum(first, second)
         start = torch.tensor(0.5, dtype=torch.float64)
-        return dpo_loss(density(chosen, mean), density(rejected, mean), density(chosen, start), density(rejected, start), 0.1).mean()
+        return dpo_loss(
+            density(chosen, mean), density(rejected, mean), density(chosen, start), density(rejected, start), 0.1
+        ).mean()
 
     losses = {
         "PPO, A = a - mean a": lambda a, mean: surrogate(a, a - a.mean(), mean),
@@ -55,5 +57,7 @@ def outcomes(updates: int = 100, samples: int = 64, seed: int = 0) -> list[Outco
             optimizer.step(torch.autograd.grad(loss(a, mean), [mean]))
         a = mean.detach() + SPREAD * torch.randn(100_000, dtype=torch.float64, generator=generator)
         u = a.clamp(-1, 1)
-        results.append(Outcome(name, mean.item(), (a.abs() > 1).double().mean().item(), (u.abs() > 1).double().mean().item()))
+        results.append(
+            Outcome(name, mean.item(), (a.abs() > 1).double().mean().item(), (u.abs() > 1).double().mean().item())
+        )
     return results

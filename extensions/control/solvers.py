@@ -37,7 +37,9 @@ def solver(name: str) -> Callable[[Problem], Solution]:
         return OWN[name]
     for package in ("qpsolvers", {"proxqp": "proxsuite"}.get(name, name)):
         if importlib.util.find_spec(package) is None:
-            raise SolverMissing(f"--solver {name}: the package {package} is not installed; python -m pip install -r extensions/requirements.txt")
+            raise SolverMissing(
+                f"--solver {name}: the package {package} is not installed; python -m pip install -r extensions/requirements.txt"
+            )
     return lambda problem: packaged(name, problem)
 
 
@@ -77,5 +79,5 @@ def raw_osqp_answer(problem: Problem) -> tuple[str, np.ndarray]:
     worker.setup(
         sparse.csc_matrix(problem.H), problem.f, sparse.csc_matrix(rows), limits, np.full(len(limits), np.inf), verbose=False
     )
-    result = worker.solve()
+    result = worker.solve(raise_error=False)
     return result.info.status, np.asarray(result.x, dtype=float)

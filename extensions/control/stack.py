@@ -67,7 +67,9 @@ class Executed(NamedTuple):
 class Stack:
     """C(s, a) for one arm. `solver`: any function of a Problem (see solvers)."""
 
-    def __init__(self, arm: Arm = Arm(), settings: Settings = Settings(), solver: Callable[[Problem], Solution] | None = None):
+    def __init__(
+        self, arm: Arm = Arm(), settings: Settings = Settings(), solver: Callable[[Problem], Solution] | None = None
+    ):
         self.arm, self.settings = arm, settings
         self.solver = solver or (lambda problem: qp.active_set(problem, seconds=settings.solver_seconds))
         self.condensed = self._model()
@@ -105,6 +107,8 @@ class Stack:
         except (ValueError, ArithmeticError, np.linalg.LinAlgError):
             return "error", "solver error", time.perf_counter() - started
         latency = time.perf_counter() - started
+        if not np.isfinite(planned.x).all():
+            return "error", "solver error", latency
         if not planned.solution.usable:
             return planned.solution.status, OF_STATUS.get(planned.solution.status, "unfinished plan"), latency
         times = self.now + self.settings.period * np.arange(self.settings.horizon + 1)

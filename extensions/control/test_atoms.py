@@ -12,7 +12,9 @@ from extensions.control.qp import INFEASIBLE, SOLVED, TIMED_OUT, UNFINISHED, Pro
 from extensions.control.riccati import double_integrator, riccati_step, solve_riccati
 
 HAVE_PEERS = all(importlib.util.find_spec(name) for name in ("qpsolvers", "quadprog", "scipy"))
-PEERS = unittest.skipUnless(HAVE_PEERS, "qpsolvers and its solvers are not installed: pip install -r extensions/requirements.txt")
+PEERS = unittest.skipUnless(
+    HAVE_PEERS, "qpsolvers and its solvers are not installed: pip install -r extensions/requirements.txt"
+)
 
 
 def random_mpc(generator: np.random.Generator, states_limited: bool) -> Problem:
@@ -23,7 +25,9 @@ def random_mpc(generator: np.random.Generator, states_limited: bool) -> Problem:
     limits = dict(u_low=-np.ones(m), u_high=np.ones(m))
     if states_limited:
         limits |= dict(x_low=np.full(n, -8.0), x_high=np.full(n, 8.0))
-    model = Model(A, generator.normal(size=(n, m)), np.eye(n), 0.1 * np.eye(m), 2 * np.eye(n), int(generator.integers(4, 9)), **limits)
+    model = Model(
+        A, generator.normal(size=(n, m)), np.eye(n), 0.1 * np.eye(m), 2 * np.eye(n), int(generator.integers(4, 9)), **limits
+    )
     return condense(model).problem(3 * generator.normal(size=n))
 
 
@@ -32,7 +36,9 @@ class WorkedExamples(unittest.TestCase):
         for section, make in worked.SECTIONS.items():
             for item in make():
                 with self.subTest(item.title):
-                    self.assertTrue(item.agrees(), f"\n{section}: {item.title}: {item.formula}\n{item.text('got', 'wanted')}")
+                    self.assertTrue(
+                        item.agrees(), f"\n{section}: {item.title}: {item.formula}\n{item.text('got', 'wanted')}"
+                    )
 
 
 class Riccati(unittest.TestCase):
@@ -190,7 +196,9 @@ class PlanarArm(unittest.TestCase):
             q, qd = self.q + t * self.qd + t * t / 2 * self.qdd, self.qd + t * self.qdd
             return arm.mass_matrix(q) @ qd
 
-        slope = np.array([(lagrangian(self.q + d, self.qd) - lagrangian(self.q - d, self.qd)) / (2 * h) for d in h * np.eye(3)])
+        slope = np.array(
+            [(lagrangian(self.q + d, self.qd) - lagrangian(self.q - d, self.qd)) / (2 * h) for d in h * np.eye(3)]
+        )
         wanted = (momentum(h) - momentum(-h)) / (2 * h) - slope
         np.testing.assert_allclose(arm.torques(self.q, self.qd, self.qdd), wanted, atol=1e-7)
 

@@ -77,7 +77,9 @@ class SafeBehaviour(unittest.TestCase):
         stack.reset(START)
         results = self.run_stack(stack, 10)
         self.assertEqual({result.events for result in results}, {()})
-        np.testing.assert_allclose(results[-1].u, MOVE, atol=0.02)
+        u = results[-1].u
+        self.assertGreater(u @ MOVE / np.linalg.norm(u) / np.linalg.norm(MOVE), 0.98, "the hand moves where it was asked to")
+        self.assertLess(np.linalg.norm(u), np.linalg.norm(MOVE), "slower than asked: each plan ends at rest")
 
     def test_a_solver_that_fails_after_a_while_holds_and_then_stops(self):
         for solver, event in (
@@ -221,7 +223,7 @@ class Command(unittest.TestCase):
                 "--train", "--updates", 1, "--episodes", 1, "--output", folder / "run", "--json", folder / "c.json", "--plot", folder / "c.svg"
             )  # fmt: skip
             self.assertEqual((code, err), (0, ""))
-            rows = list(csv.DictReader((folder / "run" / "sampled.csv").open()))
+            rows = list(csv.DictReader(io.StringIO((folder / "run" / "sampled.csv").read_text())))
             self.assertEqual(len(rows), 1)
             report = json.loads((folder / "c.json").read_text())
             self.assertAlmostEqual(report["riccati"]["P"][0][1], math.sqrt(5) / 2)

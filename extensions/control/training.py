@@ -193,7 +193,11 @@ class TrainingRun(NamedTuple):
 
 
 def train(
-    contract: str = "sampled", *, solver: Callable[[Problem], Solution] | None = None, on_step: OnStep | None = None, **settings
+    contract: str = "sampled",
+    *,
+    solver: Callable[[Problem], Solution] | None = None,
+    on_step: OnStep | None = None,
+    **settings,
 ) -> TrainingRun:
     """Train one policy. A row is measured on the iteration's own episodes, before its update."""
     settings = ControlSettings(**settings)

@@ -1,9 +1,9 @@
-"""The recording recipes in the docstring of extensions/audit.py, run as they stand against the pinned TRL.
+"""The recording recipes of extensions/audit/recipes.py, run as they stand against the pinned TRL.
 
     python -m pip install -r verification/requirements.txt
     python -B -m unittest -v verification.test_audit_recipes
 
-The text of the docstring is executed, a smallest real trainer trains for a few steps with it, and the file that the recipe
+The printed text is executed, a smallest real trainer trains for a few steps with it, and the file that the recipe
 wrote is audited: what the audit names must be what the trainer was configured to do. Skipped where TRL is absent or has
 another version. The verl recipe is not run: verl does not install on a machine without a GPU.
 """
@@ -21,15 +21,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from extensions import audit as audit_module
 from extensions.audit import audit, parse_declared
-from extensions.audit_read import read_recording
+from extensions.audit.read.recording import read_recording
+from extensions.audit.recipes import RECIPES
 from verification.test_peers import needs, tiny_model, tokenizer, undisturbed
 
 
 def recipe(class_name: str) -> str:
-    """The indented block of the docstring that defines this class."""
-    lines = audit_module.__doc__.splitlines()
+    """The indented block of the text that defines this class."""
+    lines = RECIPES.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(f"    class {class_name}("))
     block = []
     for line in lines[start:]:
@@ -53,7 +53,7 @@ class RecipeTest(unittest.TestCase):
 
     def recording_class(self, base: type, class_name: str) -> type:
         names = {base.__name__: base, "np": np, "torch": torch}
-        exec(recipe(class_name), names)  # the docstring's own text: that is what is under test
+        exec(recipe(class_name), names)  # the printed text itself: that is what is under test
         return names[class_name]
 
 

@@ -10,10 +10,17 @@ from torch import Tensor
 
 import rl_lab
 from extensions.objectives.batch import Batch
-from extensions.objectives.choices import CHOICES, GROUP_BASELINES, NUMBERS, Row
+from extensions.objectives.choices import CHOICES, FIELDS, NUMBERS, QUIET, STEPS, Row
 from extensions.objectives.engine import evaluate
-from extensions.objectives.pairs import PREFERENCE_CHOICES, PreferenceRow, Preferences, evaluate_preference
-from extensions.objectives.rows import NOT_EXPRESSED, PREFERENCE_ROWS, ROWS
+from extensions.objectives.pairs import (
+    PREFERENCE_CHOICES,
+    PREFERENCE_FIELDS,
+    PreferenceRow,
+    Preferences,
+    evaluate_preference,
+)
+from extensions.objectives.rows import NOT_EXPRESSED, ROWS
+from extensions.objectives.rows_pairs import PREFERENCE_ROWS
 
 def lacking(row: Row | PreferenceRow, batch: Batch | Preferences) -> list[str]:
     """Arrays that the row reads and the batch does not hold. Without old_logps the batch is a first pass: nothing lacks."""
@@ -48,7 +55,7 @@ def verdict_of_first_pass(row: Row, batch: Batch) -> str:
 
 def with_given_advantages(row: Row) -> Row:
     """The row with the batch's advantages in place of its own: its ratio, surrogate, KL in the loss and reduction remain."""
-    kl = {"kl": "none", "kl_coef": 0.0, "kl_place": "loss"} if row.kl_in_reward else {}
+    kl = {} if row.kl_in_loss else {"kl": "none", "kl_coef": 0.0, "kl_place": "loss"}
     return replace(
         row,
         baseline="given",
@@ -57,6 +64,9 @@ def with_given_advantages(row: Row) -> Row:
         group_filter="none",
         overlong="none",
         reward_parts="sum_then_normalise",
+        reward_clip="none",
+        centre="mean",
+        whiten_over="counted",
         **kl,
     )
 
@@ -139,7 +149,7 @@ def preference_table(data: Preferences) -> str:
         result = evaluate_preference(row, data)
         half = len(data.logps) // 2
         sums = result.dloss_dlogps.sum(dim=1)
-        good, bad = (data.labels, ~data.labels) if row.loss == "kto" else (slice(None, half), slice(half, None))
+        good, bad = (data.labels, ~data.labels) if row.of_labels else (slice(None, half), slice(half, None))
         lines.append(
             [
                 name,
@@ -165,36 +175,27 @@ def active_fields(row: Row | PreferenceRow) -> dict[str, str]:
     """The fields that have an effect in this row, each with its value and formula: what the row is."""
     if isinstance(row, PreferenceRow):
         fields = {name: f"{getattr(row, name)}: {table[getattr(row, name)]}" for name, table in PREFERENCE_CHOICES.items()}
-        numbers = {
-            "beta": True,
-            "label_smoothing": row.loss in ("cdpo", "robust", "exo", "aot", "aot_unpaired"),
-            "gamma": row.loss == "simpo",
-            "sft_coef": row.sft_coef != 0,
-            "tail_weight": row.tail_weight != 1,
-            "desirable_weight": row.loss == "kto",
-            "undesirable_weight": row.loss == "kto",
-        }
-        return fields | {name: f"{getattr(row, name):g}" for name, is_read in numbers.items() if is_read}
-    has_kl = row.kl != "none" and row.kl_coef != 0
+        idle = {"pair_weight": "none", "sft_reduction": "mean_over_tokens"}
+        fields = {name: text for name, text in fields.items() if getattr(row, name) != idle.get(name)}
+        return fields | {name: f"{getattr(row, name):g}" for name in row.numbers}
+    given = row.baseline in ("given", "gae")
     idle = {
-        "kl_anchor": not has_kl,
-        "kl_place": not has_kl,
-        "kl_weight": not row.kl_in_loss,
-        "kl_gradient": not row.kl_in_loss,
-        "kl_reduction": not row.kl_in_loss,
+        **{name: not row.has_kl for name in ("kl", "kl_anchor", "kl_place")},
+        **{name: not row.kl_in_loss for name in ("kl_weight", "kl_gradient", "kl_tokens", "kl_reduction")},
+        **{name: given for name in ("reward_parts", "missing_reward", "credit")},
         "std_guard": row.scale == "none",
-        "singleton": row.baseline not in GROUP_BASELINES and row.scale != "group_std",
-        "reward_parts": row.baseline in ("given", "gae"),
-        "missing_reward": row.baseline in ("given", "gae"),
-        "credit": row.baseline in ("given", "gae"),
+        "singleton": not row.is_grouped,
         "surrogate": row.ratio == "none",
         "rows_counted": row.reduction in ("mean_over_tokens", "mean_over_window", "sum_over_tokens"),
-        "kl": not has_kl,
+        "sampler_bound": row.sampler_correction == "none",
+        **{name: row.sampler_drop == "none" for name in ("sampler_drop_level", "sampler_dropped")},
+        "sampler_place": row.sampler_drop == row.sampler_correction == "none" or not row.kl_in_loss,
+        "entropy_reduction": not row.entropy_coef,
     }
     fields = {
         name: f"{getattr(row, name)}: {table[getattr(row, name)]}"
         for name, table in CHOICES.items()
-        if not idle.get(name, False)
+        if not idle.get(name, name in QUIET and getattr(row, name) == FIELDS[name].default)
     }
     read = [
         n
@@ -203,43 +204,10 @@ def active_fields(row: Row | PreferenceRow) -> dict[str, str]:
         for n in numbers
     ]
     read += [n for n in ("log_ratio_min", "log_ratio_max") if not math.isinf(getattr(row, n)) and row.ratio != "none"]
-    read += [n for n in ("kl_log_limit", "kl_limit") if has_kl and not math.isinf(getattr(row, n))]
+    read += [n for n in ("kl_log_limit", "kl_limit") if row.has_kl and not math.isinf(getattr(row, n))]
     read += ["length_eps"] if row.length_eps and row.reduction == "mean_per_response" else []
     read += ["entropy_coef"] if row.entropy_coef else []
     return fields | {name: f"{getattr(row, name):g}" for name in dict.fromkeys(read)}
-
-
-STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (
-        "1  answers and rewards",
-        ("group_filter", "overlong", "overlong_max", "overlong_cache", "reward_parts", "missing_reward"),
-    ),
-    ("2  advantage", ("baseline", "credit", "gamma", "lam", "scale", "std_ddof", "std_eps", "std_guard", "singleton")),
-    ("3  ratio", ("ratio", "log_ratio_min", "log_ratio_max")),
-    (
-        "4  surrogate J, maximised",
-        (
-            "surrogate",
-            "clip_low",
-            "clip_high",
-            "ratio_cap",
-            "tau_positive",
-            "tau_negative",
-            "vespo_k_positive",
-            "vespo_lam_positive",
-            "vespo_k_negative",
-            "vespo_lam_negative",
-            "off_policy_rows",
-            "off_policy_threshold",
-        ),
-    ),
-    (
-        "5  KL to a fixed policy",
-        ("kl", "kl_coef", "kl_place", "kl_anchor", "kl_weight", "kl_gradient", "kl_log_limit", "kl_limit", "kl_reduction"),
-    ),
-    ("6  reduction of -J", ("reduction", "rows_counted", "length_eps", "accumulation")),
-    ("7  critic and entropy", ("value_loss", "value_coef", "value_clip", "entropy_coef")),
-)
 
 
 def _grid(name: str, values: Tensor, mask: Tensor, digits: int = 4) -> str:
@@ -317,7 +285,7 @@ def explain_preference(row: PreferenceRow, data: Preferences) -> str:
         f"  loss     {result.loss.item():.6f}",
     ]
     order = (
-        "answers as labelled" if row.loss == "kto" else f"rows 0 to {len(data.logps) // 2 - 1} chosen, the others rejected"
+        "answers as labelled" if row.of_labels else f"rows 0 to {len(data.logps) // 2 - 1} chosen, the others rejected"
     )
     return "\n".join([*lines, _grid(f"d loss / d logp ({order})", result.dloss_dlogps, data.mask, digits=5)])
 
@@ -356,9 +324,14 @@ def compare(first: Row | PreferenceRow, second: Row | PreferenceRow, results: tu
 
 def list_choices() -> str:
     """Every choice with its formula, every named row, and what is left out with the reason."""
-    lines = ["CHOICES OF A ROW"]
-    for field, table in (*CHOICES.items(), *((f"preference {name}", t) for name, t in PREFERENCE_CHOICES.items())):
-        lines += ["", f"  {field}", *(f"    {name:26s} {formula}" for name, formula in table.items())]
+    lines = ["CHOICES OF A ROW; the numbers that a choice reads stand below it with their defaults"]
+    for name, field in (FIELDS | {f"preference {name}": field for name, field in PREFERENCE_FIELDS.items()}).items():
+        lines += ["", f"  {name}"]
+        for value, choice in field.choices.items():
+            lines.append(f"    {value:26s} {choice.formula}")
+            numbers = ", ".join(f"{number.name} {number.default:g}" for number in choice.numbers)
+            notes = "; ".join(filter(None, [getattr(choice, "words", ""), numbers and f"reads {numbers}"]))
+            lines += [f"    {'':26s}   {notes}"] if notes else []
     lines += ["", "NAMED ROWS", ""]
     lines += [f"  {name:36s} {row.source}" for name, row in (ROWS | PREFERENCE_ROWS).items()]
     lines += ["", "NOT EXPRESSED AS A ROW", ""]

@@ -45,6 +45,10 @@ def small_batch() -> tuple[Batch, Tensor]:
         vpreds=values + 0.1 * wave[..., 0].cos(),
         entropies=torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1),
         budget=6,
+        truncated=torch.tensor([False, False, False, False, True, False]),
+        sampler_logps=old_logps + 0.25 * (1.7 * wave[..., 0]).sin(),
+        sampler_weights=1 + 0.2 * (1.1 * wave[..., 0]).cos(),
+        selected_tokens=mask & (ids != 1),
     )
     return replace(batch, advantages=torch.where(mask, batch.rewards.unsqueeze(1) - values, 0.0)), ids
 
@@ -56,6 +60,8 @@ def small_preferences(batch: Batch) -> Preferences:
         logps=batch.logps[rows],
         mask=batch.mask[rows],
         are_pairs=True,
+        answer_lengths=batch.lengths[rows],
+        pair_weights=torch.tensor([0.5, 1.0, 0.75], dtype=torch.float64),
         ref_logps=batch.ref_logps[rows],
         labels=torch.tensor([True, True, True, False, False, False]),
         kl_seq_logps=torch.tensor([-5.0, -7.0, -4.0, -9.0, -9.0, -8.0], dtype=torch.float64),

@@ -1,0 +1,1 @@
+"""How good the audit is: planted mistakes and damaged files."""

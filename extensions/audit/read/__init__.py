@@ -1,0 +1,1 @@
+"""The recorded file: formats, names, shapes."""

@@ -1,0 +1,1 @@
+"""From matches to words and findings."""

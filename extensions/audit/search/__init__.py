@@ -1,0 +1,1 @@
+"""Which forms give the recorded numbers."""

@@ -1,0 +1,287 @@
+"""Advantages over time in an environment: GAE, its two flags, and the mistakes that they invite."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Iterator
+
+import numpy as np
+
+from extensions.audit.read.recording import Recording
+from extensions.audit.search.rules import GAMMAS, LAMS, AdvantageMatch, AdvantageResult
+
+
+# ------------------------------------------------------------------------------------------ environments: time
+
+
+@dataclass
+class Timeline:
+    """One layout, time last: rewards, values, values of the true next observation, and the two flags. (E, T)."""
+
+    rewards: np.ndarray
+    values: np.ndarray
+    next_values: np.ndarray
+    terminated: np.ndarray
+    boundary: np.ndarray
+    reported: dict[str, np.ndarray]
+    has_both_flags: bool
+    has_final_values: bool
+    flagged: np.ndarray  # boundary as recorded, without the end of the buffer
+    after_last: np.ndarray  # (E,) value after the last step
+    gamma: float | None = None
+
+
+def is_environment(recording: Recording) -> bool:
+    arrays = recording.arrays
+    return (
+        ("rewards" in arrays or "env_rewards" in arrays)
+        and ("values" in arrays or "next_values" in arrays)
+        and any(
+            name in arrays
+            for name in ("last_values", "next_values", "terminated", "discounts", "boundary", "episode_starts")
+        )
+        and "logps" not in arrays
+    )
+
+
+def timeline(recording: Recording) -> tuple[Timeline | None, list[str]]:
+    """Lay a recorded rollout out with time last. Returns what is missing, too."""
+    a = {name: value for name, value in recording.arrays.items()}
+    time_first = (
+        "last_values" in a
+        and a.get("values", np.zeros(0)).ndim == 2
+        and a["last_values"].ndim == 1
+        and (a["last_values"].shape[0] == a["values"].shape[1])
+    )
+    names = (
+        "rewards",
+        "env_rewards",
+        "values",
+        "next_values",
+        "terminated",
+        "truncated",
+        "boundary",
+        "terminal_values",
+        "episode_starts",
+        "advantages",
+        "returns",
+        "discounts",
+    )
+
+    def laid(name: str):
+        value = a.get(name)
+        if value is None:
+            return None
+        value = value.T if time_first and value.ndim == 2 else value
+        return value if value.ndim == 2 else value.reshape(1, -1) if value.ndim == 1 else None
+
+    x = {name: laid(name) for name in names}
+    missing = []
+    rewards = x["env_rewards"] if x["env_rewards"] is not None else x["rewards"]
+    if rewards is None:
+        return None, ["rewards"]
+    E, T = rewards.shape
+    values = x["values"]
+    after = None
+    if values is not None and values.shape == (E, T + 1):
+        after, values = values[:, -1], values[:, :-1]
+    if "last_values" in a and a["last_values"].size == E:
+        after = a["last_values"].reshape(E)
+    next_values = x["next_values"]
+    if next_values is not None and values is None and x["returns"] is not None:
+        values = np.zeros_like(next_values)
+        values[:, 1:] = next_values[:, :-1]
+    shapes = {name: value.shape for name, value in x.items() if value is not None} | {
+        name: value.shape for name, value in (("values", values), ("next_values", next_values)) if value is not None
+    }
+    shapes |= {name: (E, T) if a[name].size == E else a[name].shape for name in ("last_dones", "last_values") if name in a}
+    wrong = [f"{name} {shape}" for name, shape in shapes.items() if shape != (E, T)]
+    if wrong:
+        return None, [f"arrays of one shape {(E, T)}: got {', '.join(wrong)}"]
+    if values is None:
+        return None, ["values of the critic"]
+    terminated, truncated, boundary = x["terminated"], x["truncated"], x["boundary"]
+    discounts = x["discounts"]
+    gamma = None
+    if discounts is not None and discounts.shape == (E, T):
+        terminated = discounts == 0 if terminated is None else terminated
+        inside = discounts[discounts > 0]
+        if inside.size and np.ptp(inside) < 1e-6:
+            gamma = float(np.round(inside[0], 6))
+    if boundary is None and x["episode_starts"] is not None and terminated is None:
+        boundary = np.zeros((E, T), dtype=bool)
+        boundary[:, :-1] = x["episode_starts"][:, 1:]
+        if "last_dones" in a:
+            boundary[:, -1] = a["last_dones"].reshape(E)
+    has_both = terminated is not None and (truncated is not None or boundary is not None)
+    if boundary is None:
+        boundary = (terminated if terminated is not None else np.zeros((E, T), bool)) | (
+            truncated if truncated is not None else False
+        )
+    elif truncated is not None:
+        boundary = boundary | truncated
+    if terminated is None:
+        terminated = boundary & ~truncated if truncated is not None else boundary
+        missing.append("terminated and truncated as two flags (one flag was recorded)")
+    boundary = boundary | terminated
+    has_final = next_values is not None or x["terminal_values"] is not None
+    if next_values is None:
+        next_values = np.zeros_like(values)
+        next_values[:, :-1] = values[:, 1:]
+        if after is None:
+            missing.append("last_values: the value after the last step")
+            after = np.zeros(E)
+        next_values[:, -1] = after
+        if x["terminal_values"] is not None:
+            cut = boundary & ~terminated
+            next_values = np.where(cut & np.isfinite(x["terminal_values"]), x["terminal_values"], next_values)
+        if (boundary[:, :-1] & ~terminated[:, :-1]).any() and not has_final:
+            missing.append("terminal_values: the value of the true final observation at each time limit (before the reset)")
+    if after is None:
+        after = next_values[:, -1]
+    flagged = boundary
+    boundary = boundary.copy()
+    boundary[:, -1] = True
+    reported = {name: x[name] for name in ("advantages", "returns") if x[name] is not None}
+    if not reported:
+        missing.append("advantages or returns, as the loss used them")
+    number = recording.number("gamma")
+    return (
+        Timeline(
+            rewards,
+            values,
+            next_values,
+            terminated,
+            boundary,
+            reported,
+            has_both,
+            has_final,
+            flagged,
+            after,
+            number if number is not None else gamma,
+        ),
+        missing,
+    )
+
+
+def _gae(r, v, vn, terminated, boundary, gamma, lam) -> np.ndarray:
+    """The recursion of rl_lab.gae (a test compares them) without its refusals: mistakes need flags it would not take."""
+    delta = r + gamma * np.where(terminated, 0.0, vn) - v
+    out = np.zeros_like(delta)
+    following = np.zeros(delta.shape[0])
+    for t in range(delta.shape[1] - 1, -1, -1):
+        following = delta[:, t] + gamma * lam * np.where(boundary[:, t], 0.0, following)
+        out[:, t] = following
+    return out
+
+
+def _late(flags: np.ndarray) -> np.ndarray:
+    """Step t reads the flag of t + 1; the last step keeps its own."""
+    moved = flags.copy()
+    moved[:, :-1] = flags[:, 1:]
+    return moved
+
+
+def _early(flags: np.ndarray) -> np.ndarray:
+    moved = np.zeros_like(flags)
+    moved[:, 1:] = flags[:, :-1]
+    return moved
+
+
+def time_edits(x: Timeline) -> Iterator[tuple[str, dict, np.ndarray]]:
+    """Name, edited arrays, rows and steps concerned, for every mistake that changes something."""
+    base = {"r": x.rewards, "v": x.values, "vn": x.next_values, "terminated": x.terminated, "boundary": x.boundary}
+    cut = x.flagged & ~x.terminated  # time limits
+    ends = np.zeros_like(x.boundary)
+    ends[:, -1] = True
+    cut_inside = cut & ~ends
+    if cut.any():
+        yield "one_flag_for_two", {**base, "terminated": x.terminated | cut}, cut
+    if cut_inside.any():
+        following = np.zeros_like(x.values)
+        following[:, :-1] = x.values[:, 1:]
+        following[:, -1] = x.after_last
+        reset = np.where(cut_inside, following, x.next_values)
+        if (reset != x.next_values).any():
+            yield "reset_value_used", {**base, "vn": reset}, cut_inside
+    inner = x.boundary & ~ends
+    if inner.any():
+        yield "leak_across_episodes", {**base, "boundary": ends}, inner
+        only_terminal = x.terminated | ends
+        if (only_terminal != x.boundary).any():
+            yield "leak_across_episodes", {**base, "boundary": only_terminal}, inner & ~x.terminated
+        for mover in (_late, _early):
+            term, bound = mover(x.terminated), mover(x.flagged) | ends
+            yield "shifted_flags", {**base, "terminated": term, "boundary": bound}, inner
+            yield "shifted_flags", {**base, "terminated": term, "boundary": term | ends}, inner
+            following = np.zeros_like(x.values)
+            following[:, :-1] = x.values[:, 1:]
+            following[:, -1] = x.after_last
+            yield "shifted_flags", {**base, "terminated": term, "boundary": bound, "vn": following}, inner
+    trimmed = x.next_values.copy()
+    trimmed[:, -1] = x.values[:, -1]
+    yield "last_bootstrap_trimmed", {**base, "vn": trimmed}, ends
+    late = np.zeros_like(x.rewards)
+    late[:, 1:] = x.rewards[:, :-1]
+    yield "rewards_one_slot_late", {**base, "r": late}, np.ones_like(ends)
+
+
+def search_time(recording: Recording) -> AdvantageResult:
+    """GAE (advantages) or lambda-returns of an environment's rollout, with two flags; mistakes where that does not fit."""
+    result = AdvantageResult()
+    x, missing = timeline(recording)
+    result.missing += missing
+    if x is None or not x.reported:
+        return result
+    numbers = [x.rewards, x.values, *x.reported.values()]
+    if not all(np.isfinite(array).all() for array in numbers) or not np.isfinite(x.next_values[~x.terminated]).all():
+        result.remarks.append("rewards, values or advantages are not finite")
+        return result
+    x.next_values = np.where(np.isfinite(x.next_values), x.next_values, 0.0)
+    result.checked = True
+    gammas = dict.fromkeys([g for g in (x.gamma, *GAMMAS) if g is not None])
+    known = recording.number("lam")
+    lams = dict.fromkeys([lam for lam in (known, *LAMS) if lam is not None])
+    base = {"r": x.rewards, "v": x.values, "vn": x.next_values, "terminated": x.terminated, "boundary": x.boundary}
+
+    def compare(arrays: dict, mistake: str | None, where: np.ndarray | None) -> None:
+        for gamma, lam in itertools.product(gammas, lams):
+            result.tried += 1
+            A = _gae(**arrays, gamma=gamma, lam=lam)
+            for name, reported in x.reported.items():
+                made = A if name == "advantages" else A + x.values
+                tolerance = (
+                    2e-6 * max(1.0, float(np.abs(reported).max())) * (1 if recording.eps < 1e-5 else recording.eps / 1e-6)
+                )
+                gap = float(np.abs(made - reported).max())
+                if gap <= tolerance:
+                    rows = () if where is None else tuple(np.flatnonzero(where.any(1)).tolist())
+                    steps = [] if where is None else np.argwhere(where)[:6].tolist()
+                    words = "" if where is None else "row, step: " + ", ".join(f"({e}, {t})" for e, t in steps)
+                    match = AdvantageMatch(
+                        {"baseline": "gae", "gamma": gamma, "lam": lam, "scale": "none"},
+                        (mistake,) if mistake else (),
+                        gap,
+                        rows,
+                        words,
+                        name,
+                    )
+                    (result.mistakes if mistake else result.matches).append(match)
+                    break
+
+    compare(base, None, None)
+    if not result.matches:
+        for name, arrays, where in time_edits(x):
+            if any((arrays[k] != base[k]).any() for k in base):
+                compare(arrays, name, where)
+        if "advantages" in x.reported:
+            result.tried += 1
+            gap = float(np.abs(x.rewards - x.values - x.reported["advantages"]).max())
+            if gap <= 2e-6 * max(1.0, float(np.abs(x.rewards).max())):
+                result.mistakes.append(
+                    AdvantageMatch(
+                        {"baseline": "gae", "gamma": 0.0, "lam": 0.0, "scale": "none"}, ("reward_minus_value",), gap
+                    )
+                )
+    return result

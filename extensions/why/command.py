@@ -44,7 +44,7 @@ def report(records: list[dict[str, float]], beta: float | None, updates: float |
         if one.relation:
             lines.append(textwrap.fill(one.relation + ".", 80, initial_indent=" " * 12, subsequent_indent=" " * 12))
         if one.record_next:
-            lines.append(textwrap.fill("record next: " + one.record_next + ".", 80, initial_indent=" " * 12, subsequent_indent=" " * 12))
+            lines.append(textwrap.fill("record next: " + one.record_next.rstrip("?") + ".", 80, initial_indent=" " * 12, subsequent_indent=" " * 12))
     unread = [key for key in records[-1] if name_of(key) is None and not PART.fullmatch(key)]
     if unread:
         lines += ["", textwrap.fill("not judged: " + ", ".join(unread[:40]), 80, subsequent_indent="  ")]

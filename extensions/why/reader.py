@@ -67,7 +67,7 @@ def numbers(record: object) -> dict[str, float]:
     while pending:
         prefix, node, depth = pending.pop()
         if isinstance(node, dict) and depth < 6:
-            pending += [(f"{prefix}/{key}" if prefix else str(key), value, depth + 1) for key, value in node.items()]
+            pending += [(f"{prefix}/{key}" if prefix else str(key), value, depth + 1) for key, value in reversed(node.items())]
         elif isinstance(node, (int, float)) and not isinstance(node, bool):
             made[prefix] = float(node) if abs(node) < 1e300 or node != node or math.isinf(node) else math.inf
         elif isinstance(node, str) and len(node) < 40:

@@ -273,7 +273,8 @@ def read_python(text: str) -> Found:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as problem:
-        raise FileProblem(f"is no Python that can be parsed ({(str(problem) or "nested too deep").splitlines()[0][:80]})") from None
+        said = (str(problem) or "nested too deep").splitlines()[0][:80]
+        raise FileProblem(f"is no Python that can be parsed ({said})") from None
     found, constants, calls = Found(), {}, []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 import tempfile
 import unittest
@@ -12,9 +14,10 @@ import torch
 from extensions.settings import TRAPS, detect, findings_of, read_settings, settings_of
 from extensions.settings.command import main
 from extensions.settings.files import Found
-from extensions.settings.ledger import Model, resident
+from extensions.settings.ledger import Model, models_held, resident
 from extensions.settings.meaning import ACTOR as A
 from extensions.settings.trainers import TRAINERS
+from extensions.tiny_lm.model import VOCABULARY, Decoder
 from rl_lab import FileProblem
 from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 
@@ -145,15 +148,28 @@ class Files(unittest.TestCase):
 
 
 class Ledger(unittest.TestCase):
-    def test_bytes_are_those_that_torch_holds(self):
-        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 7)).double()
-        optimizer = torch.optim.Adam(model.parameters())
-        model(torch.ones(1, 16, dtype=torch.float64)).sum().backward()
-        optimizer.step()
-        count = sum(p.numel() for p in model.parameters())
-        held = resident(Model(count, 2, 32, 7, 1, 4, sequences=1, bytes=8))
-        self.assertEqual(held["actor weights"], sum(p.numel() * p.element_size() for p in model.parameters()))
-        self.assertEqual(held["actor gradients"], sum(p.grad.numel() * p.grad.element_size() for p in model.parameters()))
+    def test_bytes_are_those_that_torch_holds_for_tiny_lm(self):
+        """Actor and critic of tiny_lm after one step of Adam: weights, gradients and both moments, to the byte."""
+        for outputs, method in ((VOCABULARY, "grpo"), (1, "ppo")):
+            model = Decoder(outputs, torch.Generator().manual_seed(0))
+            optimizer = torch.optim.Adam(model.parameters())
+            ids = torch.ones(2, 6, dtype=torch.long)
+            model(ids, torch.ones(2, 6, dtype=torch.bool)).sum().backward()
+            optimizer.step()
+            parameters = list(model.parameters())
+            moments = [t for p in parameters for key, t in optimizer.state[p].items() if key != "step"]
+            count = sum(p.numel() for p in parameters)
+            held = resident(Model(count, 2, 64, outputs, 4, 6, method=method, sequences=2, bytes=4))
+            for what, tensors in (("weights", parameters), ("gradients", [p.grad for p in parameters]), ("optimizer", moments)):
+                name = f"{'actor' if method == 'grpo' else 'critic'} {what}"
+                self.assertEqual(held[name], sum(t.numel() * t.element_size() for t in tensors), name)
+
+    def test_how_many_models_is_a_choice(self):
+        sizes = (1e9, 24, 2048, 32000, 16, 1024)
+        self.assertEqual(models_held(Model(*sizes, method="ppo")), 4)
+        self.assertEqual(models_held(Model(*sizes, method="grpo")), 2)
+        shared = Model(*sizes, method="ppo", shared_critic=True, no_reward_model=True, cached_reference=True)
+        self.assertEqual(models_held(shared), 1)
 
     def test_sixteen_bytes_a_parameter(self):
         """arXiv 1910.02054 section 3.1: 2 + 2 + 12 bytes, so 120 GB for 7.5e9 parameters."""
@@ -172,9 +188,6 @@ class Command(unittest.TestCase):
                 ('{"num_generations": 8}', ["--model", "1,2"], 2), ('{"num_generations": 8}', ["--paper", "dapo"], 0),
             ):  # fmt: skip
                 path.write_text(text, encoding="utf-8")
-                import contextlib
-                import io
-
                 got, out, err = 0, io.StringIO(), io.StringIO()
                 with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                     try:

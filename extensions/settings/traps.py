@@ -21,13 +21,9 @@ _SAID_BY_A_TRAP = (ACTOR + "clip_ratio", ACTOR + "grad_clip", "label_smoothing")
 # Keys of earlier versions -> what became of them.
 GONE = {
     "max_prompt_length": "earlier TRL cut prompts at it; 1.16 does not: filter long prompts out of the data set",
-    "use_liger_loss": "earlier TRL; use_liger_kernel is what is left",
     "evaluation_strategy": "it is eval_strategy now",
-    "generate_during_eval": "left TRL with 1.0",
-    "max_prompt_length_eval": "left TRL",
     "rpo_alpha": 'loss_type=["sigmoid", "sft"] with loss_weights takes its place',
     "reference_free": "CPO and SimPO are the losses without a reference",
-    "use_vllm_server": "it is vllm_mode now",
 }
 
 

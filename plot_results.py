@@ -52,7 +52,7 @@ X_LABEL_OF_SEVERAL_METHODS = "each method's own iteration (not an equal budget)"
 # --x: what stands on the horizontal axis -> its label and the column that holds it, whatever the kind of run calls it.
 X_AXES = {
     "iterations": ("iteration", ("step",)),
-    "samples": ("actions or answers sampled", ("sampled_actions", "samples")),
+    "samples": ("actions or answers sampled", ("sampled_actions", "samples", "environment_steps")),
     "updates": ("optimizer updates", ("optimizer_steps",)),
     "pairs": ("preference pairs used", ("pair_presentations", "pairs")),
 }
@@ -121,6 +121,15 @@ PANELS = {
         Panel("entropy (nats)", ("entropy",)),
         Panel("response length (tokens)", ("response_length",)),
         Panel("share of truncated responses", ("truncated_fraction",)),
+        *UPDATES,
+    ),
+    "environment": (
+        Panel("episode return while training (last 100 episodes)", ("episode_return",)),
+        Panel("episode length (steps)", ("episode_length",)),
+        Panel("critic: explained variance", ("explained_variance",)),
+        Panel("entropy (nats)", ("entropy",)),
+        Panel(KL_TO_OLD, ("kl_old_current",)),
+        Panel("learning rate", ("learning_rate",)),
         *UPDATES,
     ),
 }

@@ -5,7 +5,8 @@ Reading order: atoms (pure functions on tensors), the bandit (the task), trainin
 Letters: B batch rows, A actions, T time steps or token positions, G answers to one prompt, V vocabulary, C contexts;
 `[..., T]` means any leading axes. `old` is the policy that produced the samples; it stays fixed while its batch is
 reused. `reference` is the policy to stay near; it never changes. A `*_loss` is minimised. Loss atoms return one value
-per sample or token: the caller writes the reduction.
+per sample or token: the caller writes the reduction. float16 and bfloat16 are computed in float32 and wider ones as they
+are; a result has the dtype of the arguments.
 
 Same as the papers: the clipped surrogate (PPO, arXiv 1707.06347), GAE (arXiv 1506.02438), the DPO loss (arXiv
 2305.18290), group advantages (GRPO in DeepSeekMath, arXiv 2402.03300). Simplified: one-step episodes, a table of logits
@@ -66,26 +67,35 @@ except ModuleNotFoundError as problem:
 # ------------------------------------------------------------------------------------------ refusing bad input
 
 
-_KINDS = {
-    "floating": lambda dtype: dtype.is_floating_point,
-    "bool": lambda dtype: dtype == torch.bool,
-    "integer": lambda dtype: not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool),
+_DTYPES = {
+    "floating": ("float16", "bfloat16", "float32", "float64"),
+    "bool": ("bool",),
+    "integer": ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
 }
+_HALF = {torch.float16, torch.bfloat16}
+# An older torch has no uint16, uint32, uint64. Float8, complex and quantized dtypes are in no list, so they are refused.
+_KINDS = {kind: {getattr(torch, name) for name in names if hasattr(torch, name)} for kind, names in _DTYPES.items()}
 
 
 def _check_kind(kind: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, wanted a {kind} torch.Tensor")
-        if not _KINDS[kind](tensor.dtype):
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, wanted a {kind} dtype; convert it where it is made")
+        is_tensor = isinstance(tensor, Tensor)
+        if not is_tensor or tensor.dtype not in _KINDS[kind]:
+            got = f"dtype {tensor.dtype}" if is_tensor else type(tensor).__name__
+            choices = f"dtype ({', '.join(_DTYPES[kind])}); convert it where it is made" if is_tensor else "torch.Tensor"
+            raise TypeError(f"{name}: got {got}, wanted {'an' if kind == 'integer' else 'a'} {kind} {choices}")
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
+            what = "meta" if tensor.is_meta else "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise TypeError(f"{name}: got a {what} tensor, wanted a dense one that holds its numbers")
 
 
 def _check_same_shape(**tensors: Tensor) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if len(set(shapes.values())) > 1:
-        got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"shapes differ: got {got}, wanted one shape; likely a [B, 1] that would broadcast against [B]")
+    shapes = [tensor.shape for tensor in tensors.values()]
+    if shapes.count(shapes[0]) < len(shapes):
+        got = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        without_ones = {tuple(size for size in shape if size != 1) for shape in shapes}
+        likely = "a [B, 1] that would broadcast against [B]" if len(without_ones) == 1 else "one was cut, shifted or padded"
+        raise ValueError(f"shapes differ: got {got}, wanted one shape; likely {likely}")
 
 
 def _check_last_axis(name: str, tensor: Tensor, at_least: int, meaning: str) -> None:
@@ -93,19 +103,58 @@ def _check_last_axis(name: str, tensor: Tensor, at_least: int, meaning: str) -> 
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted at least {at_least} on the last axis, {meaning}")
 
 
+def _all_finite(tensor: Tensor) -> bool:
+    """A finite sum proves it in one pass; only where the sum is not (it may have overflowed) each number is looked at."""
+    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
+
+
 def _check_finite(name: str, used: Tensor, likely: str) -> None:
-    if not torch.isfinite(used).all():
+    if not _all_finite(used):
         where = (~torch.isfinite(used)).nonzero()[0].tolist()
         raise ValueError(f"{name}: got {used[tuple(where)].item()} at index {where}, wanted finite numbers; likely {likely}")
 
 
-def _check_number(name: str, value: float, low: float, high: float = math.inf, *, above: bool = False) -> None:
+def _check_not_nan(result: Tensor, likely: str, **inputs: Tensor) -> None:
+    """Refuse a NaN in an elementwise result, with the numbers that it comes from."""
+    is_nan = result.isnan()
+    if is_nan.any():
+        where = is_nan.nonzero()[0].tolist()
+        got = ", ".join(f"{name} {tensor[tuple(where)].item()}" for name, tensor in inputs.items())
+        raise ValueError(f"{', '.join(inputs)}: got {got} at index {where}, which give NaN; likely {likely}")
+
+
+def _check_number(
+    name: str, value: float, low: float, high: float = math.inf, *, above: bool = False, dtype: torch.dtype | None = None
+) -> float:
+    """-> the number as a float. `dtype`: of the tensors that it is combined with, which must be able to hold it."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: got {type(value).__name__}, wanted a plain number")
-    if not (low < value if above else low <= value) or not value <= high or math.isinf(value):
+    got = ""
+    try:
+        number = float(value)
+    except OverflowError:
+        number, got = math.inf, "a number that no float holds"
+    if not (low < number if above else low <= number) or not number <= high or number == math.inf:
         upper = "" if math.isinf(high) else f" and at most {high:g}"
         bound = f"{'above' if above else 'of at least'} {low:g}{upper}"
-        raise ValueError(f"{name}: got {value!r}, wanted a finite number {bound}")
+        raise ValueError(f"{name}: got {got or repr(value)}, wanted a finite number {bound}")
+    if dtype is not None and number > torch.finfo(dtype).max:
+        raise ValueError(f"{name}: got {value!r}, wanted a number that {dtype} holds, at most {torch.finfo(dtype).max:g}")
+    return number
+
+
+def _widened(**tensors: Tensor) -> tuple[torch.dtype, list[Tensor]]:
+    """Floating tensors of one shape: the dtype that an atom answers in, theirs, and the tensors in the one it computes in.
+
+    float16 and bfloat16 are for storage: their spacing (0.1 % and 0.8 %) would swallow small differences and long sums. So
+    everything is computed in float32 or wider, from the numbers as they are stored, and rounded once, at the end.
+    """
+    _check_kind("floating", **tensors)
+    _check_same_shape(**tensors)
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    wide = torch.float32 if dtype in _HALF else dtype
+    return dtype, [tensor if tensor.dtype == wide else tensor.to(wide) for tensor in tensors.values()]
 
 
 # ------------------------------------------------------------------------------------------ atoms: policy gradient
@@ -116,10 +165,12 @@ def action_logps(logits: Tensor, actions: Tensor) -> Tensor:
 
     logp = z_a - log sum_b exp(z_b), computed by log_softmax; log(softmax(z)) loses the small probabilities.
 
-    logits [..., A] floating (-inf marks an action that is not allowed), actions [...] integer -> [...].
-    Gradient: to logits. Raises TypeError for a wrong dtype, ValueError for a wrong shape or an action outside 0..A-1.
+    logits [..., A] floating (-inf marks an action that is not allowed: its log-probability is -inf), actions [...] integer
+    -> [...]. Gradient: to logits.
+    Raises TypeError for a wrong dtype; ValueError for a wrong shape, an action outside 0..A-1, or a row of logits that is
+    no distribution (a NaN, a +inf, or no action allowed).
     """
-    _check_kind("floating", logits=logits)
+    dtype, (logits,) = _widened(logits=logits)
     _check_kind("integer", actions=actions)
     _check_last_axis("logits", logits, 1, "the actions")
     if logits.shape[:-1] != actions.shape:
@@ -127,26 +178,47 @@ def action_logps(logits: Tensor, actions: Tensor) -> Tensor:
             f"actions: got shape {tuple(actions.shape)}, wanted {tuple(logits.shape[:-1])}, the shape of logits without "
             "its last axis"
         )
-    if actions.numel() and not 0 <= int(actions.min()) <= int(actions.max()) < logits.shape[-1]:
+    actions = actions.long()
+    if actions.numel() and not 0 <= actions.min() <= actions.max() < logits.shape[-1]:
         raise ValueError(
-            f"actions: got numbers from {int(actions.min())} to {int(actions.max())}, wanted 0 to {logits.shape[-1] - 1}"
+            f"actions: got numbers from {actions.min()} to {actions.max()}, wanted 0 to {logits.shape[-1] - 1}"
         )
-    return logits.log_softmax(dim=-1).gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
+    logps = _logps_of(logits, actions)
+    _check_distributions("logits", logps)
+    return logps.to(dtype)
+
+
+def _logps_of(logits: Tensor, actions: Tensor) -> Tensor:
+    return logits.log_softmax(dim=-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+
+
+def _check_distributions(name: str, computed: Tensor) -> None:
+    """Refuse rows of logits that are no distribution, which show as NaN in what was computed from them."""
+    is_nan = computed.isnan()
+    if is_nan.any():
+        where = is_nan.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}: the row at index {where} is no distribution, wanted numbers or -inf and at least one action allowed; "
+            "likely a NaN, a +inf, or every action masked"
+        )
 
 
 def reinforce_loss(logp: Tensor, returns: Tensor) -> Tensor:
     """REINFORCE, per sample: -logp * returns.
 
     The mean of its gradient over samples of the current policy estimates minus the gradient of the expected return.
-    `returns` may have a baseline subtracted that does not depend on the sampled action: the expectation stays the same.
+    `returns` may have a baseline subtracted that does not depend on the sampled action: the expected gradient stays the
+    same, its variance changes.
 
     logp [...], returns [...] floating -> [...]. Gradient: to logp only. Raises TypeError, ValueError (shapes differ, a
-    return that is not finite). Source: Williams 1992; Sutton et al. 1999.
+    return that is not finite, a log-probability that gives NaN). Source: Williams 1992; Sutton et al. 1999.
     """
-    _check_kind("floating", logp=logp, returns=returns)
-    _check_same_shape(logp=logp, returns=returns)
+    dtype, (logp, returns) = _widened(logp=logp, returns=returns)
     _check_finite("returns", returns, "a failed reward computation")
-    return -(logp * returns.detach())
+    loss = -(logp * returns.detach())
+    likely = "a forward pass that failed, or an action of probability 0, which cannot have been sampled"
+    _check_not_nan(loss, likely, logp=logp, returns=returns)
+    return loss.to(dtype)
 
 
 # ------------------------------------------------------------------------------------------ atoms: time
@@ -159,19 +231,28 @@ def td_residuals(rewards: Tensor, values: Tensor, next_values: Tensor, terminate
     and may hold anything. A time limit is not a termination.
 
     rewards, values, next_values [..., T] floating, terminated [..., T] bool, gamma in [0, 1] -> [..., T].
-    Gradient: none. Raises TypeError, ValueError (shapes, gamma, a non-finite number that would be used).
+    Gradient: none. Raises TypeError, ValueError (shapes, gamma, a non-finite number that would be used, a residual that
+    overflows).
     """
-    _check_kind("floating", rewards=rewards, values=values, next_values=next_values)
+    dtype, (rewards, values, next_values) = _widened(rewards=rewards, values=values, next_values=next_values)
     _check_kind("bool", terminated=terminated)
-    _check_same_shape(rewards=rewards, values=values, next_values=next_values, terminated=terminated)
+    _check_same_shape(rewards=rewards, terminated=terminated)
     _check_last_axis("rewards", rewards, 1, "the time steps")
-    _check_number("gamma", gamma, 0.0, 1.0)
-    with torch.no_grad():
-        bootstrap = next_values.masked_fill(terminated, 0.0)
+    gamma = _check_number("gamma", gamma, 0.0, 1.0)
+    deltas = _residuals(rewards.detach(), values.detach(), next_values.detach(), terminated, gamma).to(dtype)
+    if not _all_finite(deltas):  # only now, since it takes time: which number is to blame
         _check_finite("rewards", rewards, "a failed reward computation")
         _check_finite("values", values, "a critic that has diverged")
-        _check_finite("next_values", bootstrap, "a critic that has diverged, or an unset value at a time limit")
-        return rewards + gamma * bootstrap - values
+        used = torch.where(terminated, rewards, next_values)
+        _check_finite("next_values", used, "a critic that has diverged, or an unset value at a time limit")
+        _check_finite("td residual", deltas, f"rewards or values near the largest number of {dtype}")
+    return deltas
+
+
+def _residuals(rewards: Tensor, values: Tensor, next_values: Tensor, terminated: Tensor, gamma: float) -> Tensor:
+    """gamma * (0 if terminated else next_values) + rewards - values; in one piece of memory, which is quick to fill."""
+    bootstrap = next_values.masked_fill(terminated, 0.0)
+    return bootstrap.mul_(gamma).add_(rewards).sub_(values)
 
 
 def gae(
@@ -185,48 +266,100 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation, and the lambda-returns that a critic regresses on.
 
-    A_t = delta_t + gamma * lam * (0 if boundary_t else A_{t+1}), delta_t from td_residuals; returns_t = A_t + V(s_t).
+    A_t = delta_t + gamma * lam * (0 if boundary_t else A_{t+1}), delta_t from td_residuals; returns_t = A_t + V(s_t). From
+    the last step to the first:
+
+        following = 0
+        for delta, boundary in reversed(steps):
+            following = delta + gamma * lam * (0 if boundary else following)
 
     Two flags, since they answer two questions: `terminated` stops the bootstrap (nothing comes after), `boundary` stops
     the recursion (the next row belongs to another episode). An ordinary step sets neither, a real end both, a time limit
     or a cut buffer only `boundary`. lam = 0 gives one-step TD; lam = 1 gives the discounted return minus the value.
 
     rewards, values, next_values [..., T] floating, terminated, boundary [..., T] bool, gamma and lam in [0, 1]
-    -> (advantages [..., T], returns [..., T]). The last axis is time; leading axes are a batch.
-    Gradient: none. Raises TypeError, ValueError (as td_residuals; a residual that overflows; terminated without boundary).
-    Source: arXiv 1506.02438 equations 11-16; the paper has one episode and no flags.
+    -> (advantages [..., T], returns [..., T]). The last axis is time; leading axes are a batch, and each row is computed
+    as if it were alone, to the last bit. Series of more than 8 steps are summed in float64, whatever the dtype.
+    Gradient: none. Raises TypeError, ValueError (as td_residuals; an advantage or a return that overflows its dtype;
+    terminated without boundary). Source: arXiv 1506.02438 equations 11-16; the paper has one episode and no flags.
     """
-    deltas = td_residuals(rewards, values, next_values, terminated, gamma)
-    _check_kind("bool", boundary=boundary)
-    _check_same_shape(terminated=terminated, boundary=boundary)
-    _check_number("lam", lam, 0.0, 1.0)
-    if (terminated & ~boundary).any():
+    dtype, wide = _widened(rewards=rewards, values=values, next_values=next_values)
+    _check_kind("bool", terminated=terminated, boundary=boundary)
+    _check_same_shape(rewards=rewards, terminated=terminated, boundary=boundary)
+    _check_last_axis("rewards", rewards, 1, "the time steps")
+    gamma, lam = _check_number("gamma", gamma, 0.0, 1.0), _check_number("lam", lam, 0.0, 1.0)
+    if not torch.equal(terminated | boundary, boundary):
         where = (terminated & ~boundary).nonzero()[0].tolist()
         raise ValueError(
             f"boundary: got False at index {where} where terminated is True, wanted True: an episode that ended is over; "
             "likely the two flags were exchanged"
         )
-    _check_finite("td residual", deltas, "rewards or values near the largest number of their dtype")
-    # Multiplying by 0 at a boundary is a selection here, since every residual is finite.
-    carries = (~boundary).to(deltas.dtype) * (gamma * lam)
-    advantages = []
+    rewards, values, next_values = (tensor.detach() for tensor in wide)
+    deltas = _residuals(rewards, values, next_values, terminated, gamma)
+    sums = _discounted_sums(deltas, boundary, gamma * lam)
+    advantages, returns = sums.to(dtype), (sums + values).to(dtype)
+    if not (_all_finite(returns) and (dtype == sums.dtype or _all_finite(advantages))):
+        # Only now, since it takes time: which number of the input is bad, or which sum overflows.
+        td_residuals(rewards, values, next_values, terminated, gamma)
+        _check_sums("advantages", advantages)
+        _check_sums("returns", returns)
+    return advantages, returns
+
+
+# Which way of summing is the fastest, all of them giving the same bits: up to so many time steps as they stand; up to so
+# many rows as plain Python floats; else so many time steps at a time, which fit the cache, each in one piece of memory.
+_FEW_STEPS, _FEW_ROWS, _BLOCK_OF_STEPS = 8, 16, 64
+
+
+def _discounted_sums(deltas: Tensor, boundary: Tensor, discount: float) -> Tensor:
+    """following = delta + discount * (0 if boundary else following), from the last step to the first. [..., T].
+
+    Multiplying by a carry of 0 at a boundary is a selection as long as all sums are finite; `gae` refuses others. Long
+    series are summed in float64, and both ways round the same product and the same sum. May overwrite `deltas`.
+    """
+    steps = deltas.shape[-1]
+    if steps <= _FEW_STEPS:
+        if steps == 1:
+            return deltas
+        sums = deltas.unbind(-1)
+        _accumulate(sums[:-1], _carries(deltas, boundary, discount).unbind(-1)[:-1], sums[-1])
+        return deltas
+    rows, ends = deltas.reshape(-1, steps), boundary.reshape(-1, steps)
+    if len(rows) <= _FEW_ROWS:
+        carries = _carries(rows.double(), ends, discount)
+        carries[:, -1] = 0.0  # so rows laid end to end are one series
+        sums, following = [], 0.0
+        for delta, carry in zip(reversed(rows.flatten().tolist()), reversed(carries.flatten().tolist())):
+            following = delta + carry * following
+            sums.append(following)
+        return deltas.new_tensor(sums[::-1]).reshape(deltas.shape)
     following = 0.0
-    for delta, carry in zip(reversed(_by_time(deltas)), reversed(_by_time(carries))):
-        following = delta + carry * following
-        advantages.append(following)
-    advantages.reverse()
-    if isinstance(following, float):
-        advantages = deltas.new_tensor(advantages).reshape(deltas.shape)
-    else:
-        advantages = torch.stack(advantages).movedim(0, -1)
-    return advantages, advantages + values.detach()
+    for start in reversed(range(0, steps, _BLOCK_OF_STEPS)):
+        part = slice(start, start + _BLOCK_OF_STEPS)
+        sums, cut = (tensor.contiguous().t().contiguous() for tensor in (rows[:, part].double(), ends[:, part]))
+        following = _accumulate(sums.unbind(), _carries(sums, cut, discount).unbind(), following)
+        rows[:, part] = sums.t().contiguous()
+    return rows.reshape(deltas.shape)
 
 
-def _by_time(series: Tensor) -> Sequence:
-    """The time steps of [..., T] in order: plain floats for a single series (ten times faster), else tensor rows."""
-    if series.numel() == series.shape[-1]:
-        return series.flatten().tolist()
-    return series.movedim(-1, 0).contiguous().unbind(0)
+def _carries(like: Tensor, boundary: Tensor, discount: float) -> Tensor:
+    return torch.full_like(like, discount).masked_fill_(boundary, 0.0)
+
+
+def _accumulate(deltas: Sequence[Tensor], carries: Sequence[Tensor], following: Tensor | float) -> Tensor:
+    """The recursion in place, one tensor per time step: each sum comes to stand where its residual stood. -> the first."""
+    for delta, carry in zip(reversed(deltas), reversed(carries)):
+        following = delta.add_(carry.mul_(following))
+    return following
+
+
+def _check_sums(name: str, sums: Tensor) -> None:
+    """As _check_finite, but names the step where a sum overflowed, which is the last one in time: it runs backwards."""
+    bad = (~torch.isfinite(sums)).nonzero()
+    if len(bad):
+        where = bad[(bad[:, :-1] == bad[0, :-1]).all(dim=1)][-1].tolist()
+        likely = f"rewards or values near the largest number of {sums.dtype}"
+        raise ValueError(f"{name}: got {sums[tuple(where)].item()} at index {where}, wanted finite sums; likely {likely}")
 
 
 # ------------------------------------------------------------------------------------------ atoms: ratio and clipping
@@ -235,17 +368,22 @@ def _by_time(series: Tensor) -> Sequence:
 def importance_ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
     """Probability ratio of current to old policy at the same state and action: rho = exp(logp - old_logp).
 
-    The exponent stops just below the logarithm of the dtype's largest number (708.8 in float64, 87.7 in float32), so that
-    the branch a clip does not take cannot overflow and turn a zero gradient into NaN (0 * inf). Above that cap the ratio is
-    constant and has no gradient.
+    The exponent stops just below the logarithm of the dtype's largest number (708.8 in float64, 87.7 in float32 and
+    bfloat16, 10.1 in float16), so that the branch a clip does not take cannot overflow and turn a zero gradient into NaN
+    (0 * inf). Above that cap the ratio is constant and has no gradient.
 
     logp, old_logp [...] floating -> [...]. Gradient: to logp only; old_logp is detached here, so that a caller who
-    forgot cannot cancel the gradient. Raises TypeError, ValueError (shapes differ).
+    forgot cannot cancel the gradient. A logp of -inf (an action that is masked by now) has ratio 0. A NaN stays in its
+    slot, so that a mask which selects can leave it out. Raises TypeError, ValueError (shapes differ).
     """
-    _check_kind("floating", logp=logp, old_logp=old_logp)
-    _check_same_shape(logp=logp, old_logp=old_logp)
+    dtype, (logp, old_logp) = _widened(logp=logp, old_logp=old_logp)
+    return _capped_ratio(logp, old_logp, dtype).to(dtype)
+
+
+def _capped_ratio(logp: Tensor, old_logp: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp(logp - old_logp), at most a e-th part of the largest number of `dtype`."""
     log_ratio = logp - old_logp.detach()
-    return log_ratio.clamp(max=math.log(torch.finfo(log_ratio.dtype).max) - 1).exp()
+    return log_ratio.clamp(max=math.log(torch.finfo(dtype).max) - 1).exp()
 
 
 def clipped_policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, epsilon: float = 0.2) -> Tensor:
@@ -255,15 +393,15 @@ def clipped_policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, epsi
     rho < 1 - epsilon with A < 0); elsewhere d loss / d logp = -rho * A, however far rho is, up to the cap of
     importance_ratio. It does not hold rho inside the band, and it is no trust region.
 
-    logp, old_logp, advantages [...] floating, epsilon > 0 -> [...]. Gradient: to logp only.
-    Raises TypeError, ValueError (shapes, epsilon). Source: arXiv 1707.06347 equation 7, negated.
+    logp, old_logp, advantages [...] floating, epsilon > 0 -> [...]. Gradient: to logp only. A NaN stays in its slot, so that
+    a mask which selects can leave it out. Raises TypeError, ValueError (shapes, epsilon). Source: arXiv 1707.06347
+    equation 7, negated.
     """
-    _check_kind("floating", logp=logp, old_logp=old_logp, advantages=advantages)
-    _check_same_shape(logp=logp, old_logp=old_logp, advantages=advantages)
-    _check_number("epsilon", epsilon, 0.0, above=True)
+    dtype, (logp, old_logp, advantages) = _widened(logp=logp, old_logp=old_logp, advantages=advantages)
+    epsilon = _check_number("epsilon", epsilon, 0.0, above=True, dtype=logp.dtype)
     advantages = advantages.detach()
-    ratio = importance_ratio(logp, old_logp)
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages)
+    ratio = _capped_ratio(logp, old_logp, dtype)
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages).to(dtype)
 
 
 def clip_fraction(logp: Tensor, old_logp: Tensor, epsilon: float = 0.2) -> Tensor:
@@ -271,11 +409,17 @@ def clip_fraction(logp: Tensor, old_logp: Tensor, epsilon: float = 0.2) -> Tenso
 
     It is not the share of samples that lost their gradient: rho = 1.5 with A = -1 is outside and keeps gradient 1.5.
 
-    logp, old_logp [...] floating, epsilon > 0 -> scalar in [0, 1]. Gradient: none. Raises TypeError, ValueError.
+    logp, old_logp [...] floating, at least one sample, epsilon > 0 -> scalar in [0, 1]. Gradient: none.
+    Raises TypeError, ValueError (shapes, epsilon, log-probabilities whose difference is NaN, no sample).
     """
-    _check_number("epsilon", epsilon, 0.0, above=True)
-    ratio = importance_ratio(logp, old_logp).detach()
-    return ((ratio < 1 - epsilon) | (ratio > 1 + epsilon)).to(ratio.dtype).mean()
+    dtype, (logp, old_logp) = _widened(logp=logp, old_logp=old_logp)
+    epsilon = _check_number("epsilon", epsilon, 0.0, above=True)
+    if not logp.numel():
+        raise ValueError(f"logp: got shape {tuple(logp.shape)}, wanted at least one sample: nothing has no share")
+    ratio = _capped_ratio(logp, old_logp, dtype).detach()
+    _check_not_nan(ratio, "slots that a mask should have left out", logp=logp, old_logp=old_logp)
+    outside = (ratio < 1 - epsilon) | (ratio > 1 + epsilon)
+    return outside.to(ratio.dtype).mean().to(dtype)
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, epsilon: float = 0.2) -> Tensor:
@@ -285,14 +429,14 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, epsi
     The trainings of this lab use the plain square; this atom is here because trainers ship it.
 
     values, old_values, returns [...] floating, epsilon > 0 (in units of the value) -> [...]. Gradient: to values only.
-    Raises TypeError, ValueError. Source: the OpenAI baselines PPO2 code; the paper does not mention it.
+    A NaN stays in its slot. Raises TypeError, ValueError (shapes, epsilon). Source: the OpenAI baselines PPO2 code; the
+    paper does not mention it.
     """
-    _check_kind("floating", values=values, old_values=old_values, returns=returns)
-    _check_same_shape(values=values, old_values=old_values, returns=returns)
-    _check_number("epsilon", epsilon, 0.0, above=True)
+    dtype, (values, old_values, returns) = _widened(values=values, old_values=old_values, returns=returns)
+    epsilon = _check_number("epsilon", epsilon, 0.0, above=True, dtype=values.dtype)
     old_values, returns = old_values.detach(), returns.detach()
     clipped_values = old_values + (values - old_values).clamp(-epsilon, epsilon)
-    return torch.maximum((values - returns).square(), (clipped_values - returns).square())
+    return torch.maximum((values - returns).square(), (clipped_values - returns).square()).to(dtype)
 
 
 # ------------------------------------------------------------------------------------------ atoms: KL
@@ -305,15 +449,16 @@ def categorical_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
     weight on an action that q forbids (-inf). Not symmetric: swapping the arguments gives another number.
 
     logits, reference_logits [..., A] floating -> [...] in nats. Gradient: to logits only.
-    Raises TypeError, ValueError (shapes differ).
+    Raises TypeError, ValueError (shapes differ; a row that is no distribution: a NaN, a +inf, or no action allowed).
     """
-    _check_kind("floating", logits=logits, reference_logits=reference_logits)
-    _check_same_shape(logits=logits, reference_logits=reference_logits)
+    dtype, (logits, reference_logits) = _widened(logits=logits, reference_logits=reference_logits)
     _check_last_axis("logits", logits, 1, "the actions")
     logp = logits.log_softmax(dim=-1)
     probability = logp.exp()
     gap = (logp - reference_logits.detach().log_softmax(dim=-1)).masked_fill(probability == 0, 0.0)
-    return (probability * gap).sum(dim=-1)
+    kl = (probability * gap).sum(dim=-1)
+    _check_distributions("logits or reference_logits", kl)
+    return kl.to(dtype)
 
 
 def kl_estimates(logp: Tensor, ref_logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -324,13 +469,37 @@ def kl_estimates(logp: Tensor, ref_logp: Tensor) -> tuple[Tensor, Tensor, Tensor
     may be. Samples of any other policy (an old one, say) give other averages. As a loss with the samples held fixed the
     mean gradients are: k1 zero, k2 that of KL(current || reference), k3 that of KL(reference || current).
 
-    logp, ref_logp [...] floating -> three [...] in nats. Gradient: to logp only. Raises TypeError, ValueError.
+    logp, ref_logp [...] floating -> three [...] in nats. Gradient: to logp only. Values and gradients keep their digits for
+    any d, also where exp(-d) - 1 and d cancel. A NaN stays in its slot. Raises TypeError, ValueError (shapes differ).
     Source: arXiv 2402.03300 equation 4 (k3); Schulman's note on approximating KL divergence.
     """
-    _check_kind("floating", logp=logp, ref_logp=ref_logp)
-    _check_same_shape(logp=logp, ref_logp=ref_logp)
+    dtype, (logp, ref_logp) = _widened(logp=logp, ref_logp=ref_logp)
     log_ratio = logp - ref_logp.detach()
-    return log_ratio, log_ratio.square() / 2, torch.expm1(-log_ratio) + log_ratio
+    estimates = log_ratio, log_ratio * (log_ratio / 2), _ExpMinusTangent.apply(-log_ratio)
+    return tuple(estimate.to(dtype) for estimate in estimates)
+
+
+class _ExpMinusTangent(torch.autograd.Function):
+    """exp(x) - 1 - x, the height of the exponential above its tangent at 0, and its slope exp(x) - 1, to full precision.
+
+    Near 0 the difference expm1(x) - x would lose digits, all of them below |x| = 1e-7 in float32. The series does not:
+    x^2 / 2 * (1 + x/3 (1 + x/4 (1 + ...))); up to |x| = 1/2 its term 14 is below the rounding of float64.
+    """
+
+    @staticmethod
+    def forward(context, x: Tensor) -> Tensor:
+        context.save_for_backward(x)
+        near = x.clamp(-0.5, 0.5)
+        series = torch.ones_like(near)
+        for term in range(15, 2, -1):
+            series = series.mul_(near).div_(term).add_(1)
+        far = torch.expm1(x) - x.clamp(max=torch.finfo(x.dtype).max)  # where x is +inf, the exponential wins
+        return torch.where(near == x, series.mul_(near).mul_(near / 2), far)
+
+    @staticmethod
+    def backward(context, slope: Tensor) -> Tensor:
+        (x,) = context.saved_tensors
+        return slope * torch.expm1(x)
 
 
 # ------------------------------------------------------------------------------------------ atoms: preferences
@@ -344,11 +513,10 @@ def preference_probability(reward_chosen: Tensor, reward_rejected: Tensor) -> Te
     reward_chosen, reward_rejected [...] floating -> [...] in [0, 1]. Gradient: to both.
     Raises TypeError, ValueError (shapes differ, a reward that is not finite). Source: Bradley and Terry 1952.
     """
-    _check_kind("floating", reward_chosen=reward_chosen, reward_rejected=reward_rejected)
-    _check_same_shape(reward_chosen=reward_chosen, reward_rejected=reward_rejected)
+    dtype, (reward_chosen, reward_rejected) = _widened(reward_chosen=reward_chosen, reward_rejected=reward_rejected)
     _check_finite("reward_chosen", reward_chosen, "a failed reward model")
     _check_finite("reward_rejected", reward_rejected, "a failed reward model")
-    return torch.sigmoid(reward_chosen - reward_rejected)
+    return torch.sigmoid(reward_chosen - reward_rejected).to(dtype)
 
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float) -> Tensor:
@@ -359,52 +527,69 @@ def dpo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected:
     loss asks h to grow; the probability of the chosen answer may still fall.
 
     chosen, rejected, ref_chosen, ref_rejected [...] floating, beta > 0 -> [...]. Gradient: to chosen and rejected.
-    Raises TypeError, ValueError (shapes, beta). Source: arXiv 2305.18290 equation 7.
+    Raises TypeError, ValueError (shapes, beta, log-probabilities whose margin h is NaN). Source: arXiv 2305.18290
+    equation 7.
     """
-    _check_kind("floating", chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
-    _check_same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
-    _check_number("beta", beta, 0.0, above=True)
+    scores = dict(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+    dtype, (chosen, rejected, ref_chosen, ref_rejected) = _widened(**scores)
+    beta = _check_number("beta", beta, 0.0, above=True, dtype=chosen.dtype)
     margin = (chosen - ref_chosen.detach()) - (rejected - ref_rejected.detach())
+    scaled = beta * margin
+    _check_not_nan(scaled, "a forward pass that failed, or answers that two of the four call impossible", **scores)
     # logsigmoid is linear for very negative margins; log(sigmoid(.)) would give -inf there.
-    return -F.logsigmoid(beta * margin)
+    return -F.logsigmoid(scaled).to(dtype)
 
 
 # ------------------------------------------------------------------------------------------ atoms: groups
 
 
-def groups_without_spread(rewards: Tensor) -> Tensor:
-    """Whether all rewards of a group are equal, up to a few units in the last place.
+# Two sums of the same n rewards of one sign, added in different orders, differ by at most (n - 1) eps times the sum. So 128
+# stands for 129 parts of one sign, or for 17 parts that cancel down to an eighth.
+SPREAD_TOLERANCE = 128
 
-    True where max - min <= 8 * machine epsilon * max|R|: sums such as 0.1 + 0.2 and 0.3 count as equal.
+
+def groups_without_spread(rewards: Tensor) -> Tensor:
+    """Whether all rewards of a group are equal, up to the rounding of a sum.
+
+    True where max - min <= 128 eps max|R|: a reward that is added up from parts, in another order for each answer, counts
+    as equal (2.8e-14 of the largest reward in float64, 1.5e-5 in float32); a difference that was meant is larger. float16
+    and bfloat16 have the eps of float32, in which their rewards were computed: they keep so few digits that a difference
+    which is left is a real one, and only equal numbers count as equal.
+
+    Parts that cancel to nearly nothing (0.1 + 0.2 - 0.3 beside 0) leave a spread that no rule on the sums can tell from a
+    real one: round such rewards where they are made.
 
     rewards [..., G] floating -> [...] bool. Gradient: none. Raises TypeError, ValueError (no group, non-finite rewards).
     """
-    _check_kind("floating", rewards=rewards)
+    _, (rewards,) = _widened(rewards=rewards)
     _check_last_axis("rewards", rewards, 1, "the answers to one prompt")
     _check_finite("rewards", rewards, "a failed verifier or reward model")
-    low, high = rewards.aminmax(dim=-1)
-    return high - low <= 8 * torch.finfo(rewards.dtype).eps * torch.maximum(low.abs(), high.abs())
+    scaled, _ = _in_units_of_the_largest(rewards.detach())
+    low, high = scaled.aminmax(dim=-1)
+    return high - low <= SPREAD_TOLERANCE * torch.finfo(rewards.dtype).eps * torch.maximum(low.abs(), high.abs())
 
 
 def group_advantages(rewards: Tensor, eps: float = 1e-8) -> Tensor:
     """GRPO's advantage within each group: A_i = (R_i - mean(R)) / (std(R) + eps).
 
-    std is the population standard deviation (divisor G). A group without spread gets exactly zero. `eps` only guards
-    the division; it has nothing to do with the clip. Groups are rows: rewards of different prompts never mix. The mean
-    contains R_i itself and std is random, so this is a relative rule, not an action-independent baseline.
+    std is the population standard deviation (divisor G). A group without spread (groups_without_spread) gets exactly zero.
+    `eps` only guards the division; it has nothing to do with the clip. Groups are rows: rewards of different prompts never
+    mix. The mean contains R_i itself and std is random, so this is a relative rule, not an action-independent baseline.
 
-    rewards [..., G] floating and finite, G >= 2, eps >= 0 -> [..., G]. Gradient: none.
-    Raises TypeError, ValueError (a group of one, non-finite rewards). Source: arXiv 2402.03300 section 4.1, which
+    rewards [..., G] floating and finite, G >= 2, eps >= 0 -> [..., G]. Gradient: none. Computed in float64.
+    Raises TypeError, ValueError (a group of one, non-finite rewards, eps). Source: arXiv 2402.03300 section 4.1, which
     leaves the divisor of std and the guard open; public trainers differ in both.
     """
     equal = groups_without_spread(rewards)
     _check_last_axis("rewards", rewards, 2, "the answers to one prompt: one answer has nothing to be compared with")
-    _check_number("eps", eps, 0.0)
+    eps = _check_number("eps", eps, 0.0)
     with torch.no_grad():
-        scaled, unit = _in_units_of_the_largest(rewards)
+        scaled, unit = _in_units_of_the_largest(rewards.double())
         centred = scaled - scaled.mean(dim=-1, keepdim=True)
         std = centred.square().mean(dim=-1, keepdim=True).sqrt()
-        return torch.where(equal.unsqueeze(-1), torch.zeros_like(centred), centred / (std + eps / unit))
+        guard = torch.full_like(unit, eps) / unit  # torch computes eps / unit as eps * (1 / unit), which may overflow
+        advantages = torch.where(equal.unsqueeze(-1), torch.zeros_like(centred), centred / (std + guard))
+        return advantages.to(rewards.dtype)
 
 
 def _in_units_of_the_largest(rewards: Tensor) -> tuple[Tensor, Tensor]:
@@ -420,17 +605,20 @@ def zero_variance_probability(probabilities: Tensor, group_size: int) -> Tensor:
     For a success probability p this is p^G + (1 - p)^G; for three equally likely actions 3^(1 - G).
 
     probabilities [..., A] floating, each row summing to 1, group_size a whole number >= 1 -> [...].
-    Gradient: to probabilities. Raises TypeError, ValueError.
+    Gradient: to probabilities. Raises TypeError, ValueError (group_size, a negative probability, a row whose sum is off by
+    more than 1e-5 and the rounding of its dtype).
     """
-    _check_kind("floating", probabilities=probabilities)
+    dtype, (probabilities,) = _widened(probabilities=probabilities)
     _check_last_axis("probabilities", probabilities, 1, "the outcomes")
-    _check_number("group_size", group_size, 1)
-    if group_size != int(group_size):
+    size = _check_number("group_size", group_size, 1, dtype=probabilities.dtype)
+    if size != int(size):
         raise ValueError(f"group_size: got {group_size!r}, wanted a whole number")
-    too_far = (probabilities.detach().sum(dim=-1) - 1).abs() > 1e-5
+    stored = torch.finfo(dtype)  # each probability was rounded: by eps of itself, or by the smallest number there is
+    tolerance = 1e-5 + stored.eps + stored.smallest_normal * stored.eps * probabilities.shape[-1]
+    too_far = (probabilities.detach().sum(dim=-1) - 1).abs() > tolerance
     if not (probabilities >= 0).all() or too_far.any():
         raise ValueError("probabilities: wanted no negative number and rows that sum to 1; likely logits were given")
-    return probabilities.pow(group_size).sum(dim=-1)
+    return probabilities.pow(size).sum(dim=-1).to(dtype)
 
 
 # ------------------------------------------------------------------------------------------ atoms: token sequences
@@ -450,8 +638,14 @@ def response_token_logps(logits: Tensor, input_ids: Tensor, response_mask: Tenso
     logits [B, T, V] floating, input_ids [B, T] integer, response_mask [B, T] bool -> (token_logps [B, T-1], valid
     [B, T-1] bool). Gradient: to logits, at used positions only.
     Raises TypeError; ValueError (shapes; an id outside the vocabulary; a mask that is set at position 0, which nothing
-    predicts; a row without a response token).
+    predicts; a row without a response token; used logits that are no distribution).
     """
+    token_logps, valid = _token_logps(logits, input_ids, response_mask)
+    return token_logps.to(logits.dtype), valid
+
+
+def _token_logps(logits: Tensor, input_ids: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """As response_token_logps, in float32 or wider."""
     _check_kind("floating", logits=logits)
     _check_kind("integer", input_ids=input_ids)
     _check_kind("bool", response_mask=response_mask)
@@ -469,6 +663,7 @@ def response_token_logps(logits: Tensor, input_ids: Tensor, response_mask: Tenso
     if not response_mask.any(dim=1).all():
         row = int((~response_mask.any(dim=1)).nonzero()[0])
         raise ValueError(f"response_mask: row {row} has no response token; drop the row or mend the mask")
+    input_ids = input_ids.long()  # also from unsigned ids, which have no minimum
     low, high = (int(bound) for bound in input_ids.aminmax()) if input_ids.numel() else (0, 0)
     if low < 0 or high >= logits.shape[-1]:
         raise ValueError(
@@ -478,9 +673,10 @@ def response_token_logps(logits: Tensor, input_ids: Tensor, response_mask: Tenso
     valid = response_mask[:, 1:]
     # Only the rows of scored positions are normalised: prompt and padding cost neither time nor memory.
     scored = F.pad(valid, (0, 1)).flatten().nonzero().squeeze(1)
-    scored_logits = logits.flatten(0, 1).index_select(0, scored)
-    scored_logps = action_logps(scored_logits, input_ids[:, 1:][valid])
+    _, (scored_logits,) = _widened(logits=logits.flatten(0, 1).index_select(0, scored))
+    scored_logps = _logps_of(scored_logits, input_ids[:, 1:][valid])
     token_logps = scored_logps.new_zeros(valid.shape).masked_scatter(valid, scored_logps)
+    _check_distributions("logits", token_logps)
     return token_logps, valid
 
 
@@ -489,10 +685,11 @@ def response_logps(logits: Tensor, input_ids: Tensor, response_mask: Tensor) -> 
 
     log pi(y | x) = sum_t log pi(y_t | x, y_<t). This is the score that DPO compares.
 
-    Arguments, gradient and errors as response_token_logps -> [B].
+    Arguments, gradient and errors as response_token_logps -> [B]. A sum over hundreds of tokens is rounded once: in float16
+    and bfloat16 it still has a spacing of 1 and 8 at -2000, so differences of such scores need float32 logits.
     """
-    token_logps, _ = response_token_logps(logits, input_ids, response_mask)
-    return token_logps.sum(dim=-1)
+    token_logps, _ = _token_logps(logits, input_ids, response_mask)
+    return token_logps.sum(dim=-1).to(logits.dtype)
 
 
 # ------------------------------------------------------------------------------------------ settings
@@ -1420,7 +1617,8 @@ def worked_examples() -> list[WorkedExample]:
         "ratios [1.5, 0.5, 1.5, 0.5], advantages [1, -1, -1, 1]", -loss, [1.2, -0.8, -1.5, 0.5],
     )
     show(
-        "4.2", "its gradient", "d loss / d logp = -rho A, or 0 where the clip is flat", "the same four rows",
+        "4.2", "gradient of the loss (minus the objective's)", "d loss / d logp = -rho A, or 0 where the clip is flat",
+        "the same four rows",
         torch.autograd.grad(loss.sum(), logp)[0], [0.0, 0.0, 1.5, -0.5],
     )
     show(

@@ -559,10 +559,10 @@ class Details(LoopCase):
             rl_lab.td_residuals(nothing, nothing, nothing, flag)
 
     def test_spread_is_measured_against_the_larger_reward(self):
-        # 8 eps max|R| = 8 eps (9/16 + 2.5 eps) lies just above the spread 4.5 eps; 8 eps min|R| lies just below it.
+        # 128 eps max|R| = 128 eps (9/16 + 40 eps) lies just above the spread 72 eps; 128 eps min|R| lies just below it.
         eps = torch.finfo(torch.float64).eps
-        low, high = 9 / 16 - 2 * eps, 9 / 16 + 2.5 * eps
-        self.assertEqual(high - low, 4.5 * eps)
+        low, high = 9 / 16 - 32 * eps, 9 / 16 + 40 * eps
+        self.assertEqual(high - low, 72 * eps)
         for rewards in (f64(low, high), f64(-high, -low)):
             self.assertTrue(rl_lab.groups_without_spread(rewards))
         self.assertFalse(rl_lab.groups_without_spread(f64(low, high + eps / 2)))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from extensions.tiny_lm.methods import Diagnostics
+from extensions.tiny_lm.stage import Diagnostics
 from extensions.tiny_lm.task import VOCABULARY
 from extensions.tiny_lm.training import TrainingRun
 from rl_lab import csv_text, json_text, replace_files, software

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from extensions.objectives import ROWS, Row
+from extensions.objectives import CHOICES, NUMBERS, ROWS, Row
 
 Extra = tuple[dict, float, "str | None"]
 """An entropy or critic term beside the policy loss: its fields, its amount, the mistake in it."""
@@ -101,7 +101,7 @@ def _unique(matches: list[Match]) -> list[Match]:
 
 LOSS_DEFAULTS = {"kl": "none", "accumulation": "none", "off_policy_rows": "keep"}
 """What a match means by a field that it leaves out."""
-_BANDED = ("clip", "dual_clip", "capped_clip", "cispo", "dppo_tv", "dppo_kl")
+_BANDED = tuple(name for name in CHOICES["surrogate"] if "clip_low" in NUMBERS.get(("surrogate", name), ()))
 
 
 def against(fields: dict, declared: dict) -> list[str]:
@@ -145,6 +145,8 @@ def rows_with(fields: dict) -> list[str]:
 
 
 def _makes(row: Row, fields: dict) -> bool:
+    if any(name not in fields for name in row.loss_extras):  # a correction or a selection that the match does not make
+        return False
     kl = row.kl if row.kl_place == "loss" else "none"
     if fields.get("kl", "none") == "none":
         if row.kl_in_loss:  # a row's KL may be listed and off: its coefficient is 0 until it is set

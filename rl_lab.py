@@ -1420,7 +1420,7 @@ def train_seeds(
     on_step: Callable[[list[dict[str, float]]], None] | None = None,
     **settings: float,
 ) -> list[TrainingRun]:
-    """`train` for several seeds at once, through the same tensors: a hundred take about eight times as long as one.
+    """`train` for several seeds at once, through the same tensors: a hundred take five to nine times as long as one.
 
     Each run has its own generator, batch, gradient norm, Adam state and KL stop; its numbers are those of `train` with that
     seed up to rounding (1e-12). `on_step` is called with the rows of one iteration, one for each seed.

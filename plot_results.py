@@ -116,7 +116,9 @@ PANELS = {
         Panel("exact held-out accuracy, sampled; dotted: what the verifier pays", ("sampled_accuracy", "reward")),
         Panel("greedy held-out accuracy", ("greedy_accuracy",)),
         Panel(KL_TO_REFERENCE, ("kl_current_reference",), without=("sft",)),
-        Panel("sampled accuracy against " + KL_TO_REFERENCE, ("sampled_accuracy",), x="kl_current_reference", without=("sft",)),
+        Panel(
+            "sampled accuracy against " + KL_TO_REFERENCE, ("sampled_accuracy",), x="kl_current_reference", without=("sft",)
+        ),
         Panel(KL_TO_OLD, ("kl_old_current",), without=("sft",)),
         Panel("entropy (nats)", ("entropy",)),
         Panel("response length (tokens)", ("response_length",)),
@@ -262,7 +264,9 @@ def stack_runs(method: str, folder: str, runs: Sequence[dict[str, np.ndarray]]) 
         if np.isinf(columns.get(name, 0)).any():  # NaN, a number that was not measured, leaves a gap
             raise PlotProblem(f"{folder}/{method}.csv: column {name} holds an infinite number, which cannot be drawn")
         if (np.abs(columns.get(name, 0)) > LARGEST_NUMBER).any():
-            raise PlotProblem(f"{folder}/{method}.csv: column {name} holds a number above {LARGEST_NUMBER:g}: cannot be drawn")
+            raise PlotProblem(
+                f"{folder}/{method}.csv: column {name} holds a number above {LARGEST_NUMBER:g}: cannot be drawn"
+            )
     return Curves(kind, method, folder, columns)
 
 
@@ -446,7 +450,11 @@ def x_of(c: Curves, axis: str) -> np.ndarray | None:
 def draws(panel: Panel, c: Curves) -> bool:
     """Whether a panel has something to show of a run."""
     needed = {panel.columns[0], panel.x, panel.error_of} - {""}
-    return c.method not in panel.without and needed <= c.columns.keys() and not (panel.gap and "best" not in reference_values(c))
+    return (
+        c.method not in panel.without
+        and needed <= c.columns.keys()
+        and not (panel.gap and "best" not in reference_values(c))
+    )
 
 
 def says_something_new(panel: Panel, c: Curves) -> bool:
@@ -465,7 +473,9 @@ def drawn_values(panel: Panel, c: Curves, column: str) -> np.ndarray:
     return values
 
 
-def draw_panel(axis, panel: Panel, curves: Sequence[Curves], styles: Sequence[dict], labels: Sequence[str], x_axis: str) -> None:
+def draw_panel(
+    axis, panel: Panel, curves: Sequence[Curves], styles: Sequence[dict], labels: Sequence[str], x_axis: str
+) -> None:
     """One panel: a line for each method and folder, a band where there are several seeds, and the reference lines."""
     heights: list[float] = []
     for c, style, label in zip(curves, styles, labels):
@@ -557,7 +567,9 @@ def draw_surrogate(axis) -> None:
         axis.plot(ratio, ratio * advantage, color="grey", linewidth=0.8, linestyle=":", label=unclipped)
         points = np.array([0.5, 1.5])
         heights = clipped_surrogate(points, advantage)
-        axis.plot(points, heights, "o", color=line.get_color(), label="guide 4.2: ratios 0.5 and 1.5" if advantage > 0 else None)
+        axis.plot(
+            points, heights, "o", color=line.get_color(), label="guide 4.2: ratios 0.5 and 1.5" if advantage > 0 else None
+        )
         for x, y in zip(points, heights):
             axis.annotate(f"{y:g}", (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8)
     axis.axvspan(0.8, 1.2, color="grey", alpha=0.15, linewidth=0, label="band 1 - epsilon to 1 + epsilon")
@@ -581,7 +593,9 @@ def draw_dpo(axis) -> None:
     margin = np.linspace(-8, 8, 321)
     for beta in (0.1, 0.5, 1.0):
         (line,) = axis.plot(margin, dpo_of_margin(margin, beta)[0], label=f"loss, beta {beta:g}")
-        axis.plot(margin, dpo_of_margin(margin, beta)[1], color=line.get_color(), linestyle="--", label=f"slope, beta {beta:g}")
+        axis.plot(
+            margin, dpo_of_margin(margin, beta)[1], color=line.get_color(), linestyle="--", label=f"slope, beta {beta:g}"
+        )
     axis.plot(0, math.log(2), "ko", label="at the reference: log 2")
     axis.set(title="DPO: -log sigmoid(beta h) and its slope", xlabel="margin h against the reference", ylim=(-1.1, 4))
 
@@ -755,7 +769,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         curves = [curves for folder in dict.fromkeys(arguments.input) for curves in read_folder(folder)]
         figure = draw_curves(curves, *[arguments.x] * bool(arguments.x))
     if not save(figure, arguments.output):
-        print("note: no installed font has every character of the labels; an .svg leaves them to the viewer", file=sys.stderr)
+        print(
+            "note: no installed font has every character of the labels; an .svg leaves them to the viewer", file=sys.stderr
+        )
     print(f"wrote {printable(arguments.output)}")
 
 

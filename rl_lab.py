@@ -2203,9 +2203,9 @@ def _run_and_flush(main: Callable[[], None]) -> None:
 
 
 def _program() -> str:
-    """The running program as a user calls it: rl_lab.py, or extensions.audit after -m."""
+    """The running program as a user calls it: rl_lab.py, or python -m extensions.audit."""
     path = Path(sys.argv[0])
-    return f"{path.parent.parent.name}.{path.parent.name}" if path.name == "__main__.py" else path.name
+    return f"python -m {path.parent.parent.name}.{path.parent.name}" if path.name == "__main__.py" else path.name
 
 
 def _is_of_the_output(problem: OSError) -> bool:

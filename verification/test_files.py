@@ -274,7 +274,7 @@ class Names(FolderCase):
                 self.assertEqual(quiet(rl_lab.run_command, mock.Mock(side_effect=problem))[0], words)
         with mock.patch("sys.argv", ["/lab/extensions/audit/__main__.py"]):
             code, _, _ = quiet(rl_lab.run_command, mock.Mock(side_effect=FileProblem("gone")))
-            self.assertEqual(code, "extensions.audit: error: gone")
+            self.assertEqual(code, "python -m extensions.audit: error: gone")
 
 
 # ------------------------------------------------------------------------------------------ ending

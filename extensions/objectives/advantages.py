@@ -34,7 +34,7 @@ def soft_overlong_penalty(lengths: Tensor, longest: float, cache: float) -> Tens
 
 
 class Groups(NamedTuple):
-    """Answers arranged one group a row, (P, G); a shorter group is filled up, and `real` marks what is not filling."""
+    """Answers arranged one group per row, (P, G); a shorter group is filled up, and `real` marks what is not filling."""
 
     members: Tensor  # (P, G) row numbers
     real: Tensor  # (P, G) bool
@@ -160,7 +160,7 @@ def _group_ids(row: Row, answers: Answers) -> Tensor:
 
 # ------------------------------------------------------------------------------------------ step 2: advantage
 
-# A baseline takes the rewards one group a row (P, G), which of them are real, the lengths, and returns what is left.
+# A baseline takes the rewards one group per row (P, G), which of them are real, the lengths, and returns what is left.
 
 
 def mean_of(table: Tensor, real: Tensor) -> Tensor:
@@ -331,7 +331,7 @@ def advantages_and_targets(row: Row, batch: Batch, mask: Tensor) -> tuple[Tensor
 
 
 def after_the_baseline(row: Row, batch: Batch, advantages: Tensor) -> Tensor:
-    """What becomes of one number an answer (N, 1): spread over time, less a KL that is subtracted now. (N, 1) or (N, T).
+    """What becomes of one number per answer (N, 1): spread over time, less a KL that is subtracted now. (N, 1) or (N, T).
 
     reward_to_go: the number is the reward of the last token, A_t = sum_{j >= t} gamma^(j - t) (x_j - coef KL_j).
     outcome: A_t = x - coef KL_t.

@@ -161,7 +161,7 @@ class _Reader:
         return self._per_token(name, boolean(name, value))
 
     def row_rewards(self, name: str, value) -> Tensor:
-        return shaped(name, floating(name, value, self.dtype), (self.rows,), "one number a row")
+        return shaped(name, floating(name, value, self.dtype), (self.rows,), "one number per row")
 
     def row_numbers(self, name: str, value) -> Tensor:
         made = self.row_rewards(name, value)
@@ -170,13 +170,13 @@ class _Reader:
         return made
 
     def row_ids(self, name: str, value) -> Tensor:
-        return shaped(name, integer(name, value), (self.rows,), "one whole number a row")
+        return shaped(name, integer(name, value), (self.rows,), "one whole number per row")
 
     def row_flags(self, name: str, value) -> Tensor:
-        return shaped(name, boolean(name, value), (self.rows,), "True or False a row")
+        return shaped(name, boolean(name, value), (self.rows,), "True or False per row")
 
     def either(self, name: str, value) -> Tensor:
-        """One number a row, which becomes (N, 1), or one a token."""
+        """One number a row, which becomes (N, 1), or one per token."""
         given = floating(name, value, self.dtype)
         if given.shape not in ((self.rows,), self.shape):
             raise ValueError(f"{name}: got shape {tuple(given.shape)}, wanted ({self.rows},) or {tuple(self.shape)}")

@@ -285,7 +285,7 @@ class Row(_RowFields):
         )
         yield (
             self.credit == "reward_to_go" and not of_answers and self.reward_parts != "sum_then_normalise",
-            "reward_parts normalise_then_sum gives one number an answer, and reward_to_go one a token",
+            "reward_parts normalise_then_sum gives one number per answer, and reward_to_go one per token",
         )
         yield (
             self.kl_place == "after_baseline" and self.baseline in ("given", "gae"),

@@ -46,7 +46,7 @@ class Evaluation:
     kept: Tensor  # (N,) bool: rows that the group filter left in the batch
     _row: Row
     _batch: Batch
-    _advantages: Tensor  # this and the next three (N, T), or (N, 1) for one number an answer
+    _advantages: Tensor  # this and the next three (N, T), or (N, 1) for one number per answer
     _ratio: Ratio
     _surrogate: Surrogate
     _policy_gradient: Tensor

@@ -211,7 +211,7 @@ def active_fields(row: Row | PreferenceRow) -> dict[str, str]:
 
 
 def _grid(name: str, values: Tensor, mask: Tensor, digits: int = 4) -> str:
-    """A per-token quantity, one answer a line, unused slots as dots."""
+    """A per-token quantity, one answer per line, unused slots as dots."""
     lines = [f"    {name}"]
     for number, (row, used) in enumerate(zip(values[:SHOWN].tolist(), mask[:SHOWN].tolist())):
         cells = [f"{value + 0.0:.{digits}f}" if is_used else "." for value, is_used in zip(row[:SHOWN], used[:SHOWN])]

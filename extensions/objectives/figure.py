@@ -53,7 +53,7 @@ def weight_curves(lengths: np.ndarray, budget: float) -> dict[str, np.ndarray]:
 
 
 def draw():
-    """Gradient against ratio for both signs of A, one line a surrogate; weight against length, one line a reduction."""
+    """Gradient against ratio for both signs of A, one line per surrogate; weight against length, one line per reduction."""
     figure, (positive, negative, weight) = plot_results.new_figure(3, columns=3, panel_size=(5.2, 4.6))
     ratios = np.linspace(0.02, 4.0, 1991)
     for axis, sign in ((positive, 1.0), (negative, -1.0)):

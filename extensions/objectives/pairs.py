@@ -157,7 +157,7 @@ def make_preferences(
     ref_rejected_logps=None,
     dtype: torch.dtype | None = None,
 ) -> Preferences:
-    """Check preference data: token arrays (2P, T), chosen first; or one number an answer, chosen_logps (P,) and so on.
+    """Check preference data: token arrays (2P, T), chosen first; or one number per answer, chosen_logps (P,) and so on.
 
     With whole-answer numbers every answer counts as one token, so per-token means need the token arrays, and what reads
     lengths needs answer_lengths (2P,).
@@ -179,15 +179,15 @@ def make_preferences(
     per_row = {}
     for name, value in (("kl_seq_logps", kl_seq_logps), ("ref_kl_seq_logps", ref_kl_seq_logps)):
         if value is not None:
-            per_row[name] = shaped(name, floating(name, value, made.logps.dtype), (rows,), "one number a row")
+            per_row[name] = shaped(name, floating(name, value, made.logps.dtype), (rows,), "one number per row")
             if not per_row[name].isfinite().all():
                 raise ValueError(f"{name}: row {int((~per_row[name].isfinite()).nonzero()[0])} is not finite")
     if pair_weights is not None:
         weights = floating("pair_weights", pair_weights, made.logps.dtype)
-        per_row["pair_weights"] = shaped("pair_weights", weights, (rows // 2,), "one number a pair")
+        per_row["pair_weights"] = shaped("pair_weights", weights, (rows // 2,), "one number per pair")
     if answer_lengths is not None:
         lengths = integer("answer_lengths", answer_lengths)
-        per_row["answer_lengths"] = shaped("answer_lengths", lengths, (rows,), "one whole number a row")
+        per_row["answer_lengths"] = shaped("answer_lengths", lengths, (rows,), "one whole number per row")
     elif made.logps.shape[1] > 1:
         per_row["answer_lengths"] = made.lengths
     if labels is not None:

@@ -130,7 +130,7 @@ class BadInput(unittest.TestCase):
             ({"baseline": "greedy"}, "group_std needs a baseline of the group"),
             (
                 {"baseline": "none", "credit": "reward_to_go", "scale": "none", "reward_parts": "normalise_then_sum"},
-                "one number an answer",
+                "one number per answer",
             ),
             ({"surrogate": "vespo", "ratio": "sequence_mean"}, "its own ratio of answers"),
         ):

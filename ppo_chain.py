@@ -267,7 +267,7 @@ def trace_episodes(steps: Transitions, advantages: Tensor, lambda_returns: Tenso
     columns.update(old_value=steps.old_values, next_value=steps.next_values)
     columns.update(terminated=steps.terminated, boundary=steps.boundary)
     columns.update(advantage=advantages, lambda_return=lambda_returns)
-    return rows_of(columns)[: 2 * episodes]
+    return rows_of({name: column[: 2 * episodes] for name, column in columns.items()})
 
 
 # ------------------------------------------------------------------------------------------ command line

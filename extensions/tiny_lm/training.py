@@ -48,7 +48,7 @@ def train(
     The history has a row before training, one every `evaluate_every` rounds and one at the end. EVALUATION_COLUMNS are
     measured after the row's update; loss, gradient norm and the method's own columns are averages over the rounds since the
     row before (each round reports its last pass) and NaN where there is nothing to average; counts are cumulative; `seconds`
-    is the only column that differs between equal runs.
+    is the only entry that differs between equal runs; it goes into the JSON, not into the CSV.
 
     settings: fields of TinySettings. Global random state, default dtype and thread count stay as they were.
     Raises ValueError for unknown names, settings out of range, a mistake without effect on this algorithm, or a DPO without

@@ -1679,9 +1679,9 @@ def worked_examples() -> list[WorkedExample]:
     return examples
 
 
-def print_worked_examples() -> None:
-    """The report of `--algorithm atoms`."""
-    examples = worked_examples()
+def print_worked_examples(section: str | None = None) -> None:
+    """The report of `--algorithm atoms`: all of it, or one section of the guide."""
+    examples = [example for example in worked_examples() if section in (None, example.section)]
     for example in examples:
         print(f"{example.section}  {example.title}\n{example.text('result', 'expected')}\n")
     agreeing = sum(example.agrees() for example in examples)
@@ -2275,6 +2275,7 @@ def build_parser() -> LabParser:
     parser.add_argument(
         "--output", type=path_argument, default=Path("results"), metavar="DIR", help="folder to write; default results"
     )
+    parser.add_argument("--section", metavar="S", help="with --algorithm atoms: one section of the guide, such as 4.2")
     add_seeds(parser)
     parser.add_argument(
         "--reward-table", type=path_argument, metavar="FILE", help="JSON list of rows (contexts) of rewards (actions)"
@@ -2466,8 +2467,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     algorithms = {"all": tuple(METHODS), "atoms": ()}.get(arguments.algorithm, (arguments.algorithm,))
     check_flags(parser, arguments, algorithms)
+    sections = list(dict.fromkeys(example.section for example in worked_examples())) if arguments.section else ()
+    if arguments.section and algorithms:
+        parser.error("--section: only with --algorithm atoms")
+    if arguments.section and arguments.section not in sections:
+        parser.error(f"--section: got {arguments.section!r}, wanted one of {', '.join(sections)}")
     if not algorithms:
-        print_worked_examples()
+        print_worked_examples(arguments.section)
         return
     variants = variants_of(parser, arguments, bandit_settings())
     rewards = read_reward_table(arguments.reward_table) if arguments.reward_table else REWARDS

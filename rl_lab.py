@@ -1733,22 +1733,23 @@ def read_regular_file(path: str | os.PathLike, limit: int) -> bytes:
 
 
 def check_writable(paths: Sequence[Path], expected_bytes: int) -> None:
-    """Find out before a long computation whether its files can be written. Leaves nothing behind, no folder either.
+    """Find out before a long computation whether its files can be written. Makes nothing, no missing folder either.
 
     Raises FileProblem for a path that is no regular file, a read-only file, a folder that cannot be made or written, a full
     disk.
     """
     targets = [_replaceable_target(path) for path in paths]
     for folder in dict.fromkeys(target.parent for target in targets):
-        made: list[Path] = []
         try:
-            made = _make_folder(folder)
-            with tempfile.TemporaryFile(dir=folder) as probe:
+            # A missing folder is tried where it would be made: another run may need it just when this one removes it.
+            place = next(one for one in (folder, *folder.parents) if one.exists())
+            if not place.is_dir():
+                reason = "File exists" if place == folder else "Not a directory"
+                raise FileProblem(f"{folder}: cannot be written ({reason}); nothing was changed")
+            with tempfile.TemporaryFile(dir=place) as probe:
                 probe.write(b"0" * expected_bytes)
         except OSError as problem:
             raise FileProblem(f"{folder}: cannot be written ({problem.strerror}); nothing was changed") from problem
-        finally:
-            _remove_empty(made)
 
 
 def replace_files(contents: dict[Path, str | bytes]) -> None:

@@ -993,7 +993,7 @@ class Files(unittest.TestCase):
         deep = self.folder / "new" / "deeper"
         rl_lab.check_writable([deep / "a.csv", deep / "a.json"], expected_bytes=10)
         rl_lab.check_writable([deep / "a.csv"], expected_bytes=10)
-        self.assertEqual(os.listdir(self.folder), [])  # what was made to find out is gone again
+        self.assertEqual(os.listdir(self.folder), [])  # nothing is made to find out
         deep.mkdir(parents=True)
         (self.folder / "plain").write_text("x")
         rl_lab.check_writable([self.folder / "plain"], expected_bytes=10)  # a file that is there is replaced later
@@ -1020,10 +1020,14 @@ class Files(unittest.TestCase):
                 probes.append((self.dir, len(self.getvalue())))
                 super().close()
 
-        paths = [self.folder / "a" / "1", self.folder / "a" / "2", self.folder / "b" / "1"]
+        paths = [self.folder / "a" / "1", self.folder / "a" / "2", self.folder / "b" / "1", self.folder / "c" / "d" / "1"]
+        for path in paths[:3]:
+            path.parent.mkdir(exist_ok=True)
         with mock.patch.object(rl_lab.tempfile, "TemporaryFile", Probe):
             rl_lab.check_writable(paths, expected_bytes=1234)
-        self.assertEqual(probes, [(self.folder / "a", 1234), (self.folder / "b", 1234)])
+        # A folder that is missing is tried where it would be made, and not made.
+        self.assertEqual(probes, [(self.folder / "a", 1234), (self.folder / "b", 1234), (self.folder, 1234)])
+        self.assertEqual(sorted(os.listdir(self.folder)), ["a", "b"])
         with mock.patch.object(rl_lab.tempfile, "TemporaryFile", side_effect=OSError(28, "No space left on device")):
             with self.assertRaisesRegex(FileProblem, r"cannot be written \(No space left on device\)"):
                 rl_lab.check_writable(paths, expected_bytes=1)

@@ -70,6 +70,8 @@ class Declared:
         fields = {"baseline": row.baseline, "scale": row.scale, "credit": row.credit, "reward_parts": row.reward_parts}
         if row.scale != "none":
             fields |= {"std_ddof": row.std_ddof, "std_eps": float(row.std_eps), "std_guard": row.std_guard}
+        if row.baseline == "gae" or row.credit == "reward_to_go":
+            fields |= {"gamma": float(row.gamma)} | ({"lam": float(row.lam)} if row.baseline == "gae" else {})
         return {} if row.baseline == "given" and row.scale == "none" else fields
 
 

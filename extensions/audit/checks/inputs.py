@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from extensions.audit.catalogue import Finding, finding
+from extensions.audit.checks.advice import unread_words
 from extensions.audit.read.recording import Recording
 from extensions.audit.search.level import in_level_group
 from extensions.audit.search.masks import last_counted
@@ -90,7 +91,7 @@ def describe_batch(recording: Recording, counts: dict, words: list[str]) -> None
             "read as: " + ", ".join(f"{name} = {canonical}" for name, canonical in sorted(recording.renamed.items()))
         )
     if recording.unread:
-        words.append(f"not read: {', '.join(sorted(map(str, recording.unread))[:12])}")
+        words.append(unread_words(recording))
 
 
 def _contiguous(ids: np.ndarray) -> bool:
@@ -165,9 +166,22 @@ def _positive_logps(recording: Recording) -> list[Finding]:
             names.append(name)
             rows |= set(np.flatnonzero(above.any(1)).tolist())
             largest = max(largest, float(value[above].max()))
-    if names:
+    if names and _may_be_densities(recording):
+        out.append(finding("log_density_above_0", "note", f"{', '.join(names)} up to {largest:.4g}.", sorted(rows)))
+    elif names:
         out.append(finding("positive_logps", "mistake", f"{', '.join(names)} up to {largest:.4g}.", sorted(rows)))
     return out
+
+
+_OF_LANGUAGE = ("completion_ids", "input_ids", "group_ids", "logits", "chosen_logps", "prompt_lengths", "eos_id", "pad_id")
+_OF_ENVIRONMENT = ("terminated", "truncated", "boundary", "episode_starts", "last_values", "next_values", "env_rewards")
+
+
+def _may_be_densities(recording: Recording) -> bool:
+    """Samples of an environment, whose actions may be real numbers: one per row, or beside the flags of episodes."""
+    if any(name in recording for name in _OF_LANGUAGE):
+        return False
+    return recording.arrays["logps"].shape[1] == 1 or any(name in recording for name in _OF_ENVIRONMENT)
 
 
 def _mask_shape(recording: Recording) -> list[Finding]:

@@ -248,7 +248,13 @@ def _entropy_metric(recording: Recording, lines: list[str]) -> list[Finding]:
             lines.append(f"entropy loss: minus the mean of {words}")
             return []
         if abs(reported - entropy) <= 1e-5 * abs(entropy):
-            return [
-                finding("entropy_sign", "mistake", f"The reported entropy loss {reported:.6g} is plus the mean of {words}.")
-            ]
+            lines.append(f"entropy loss: plus the mean of {words}")
+            pushed = recording.get("dloss_dentropies")
+            evidence = f"The log named an entropy loss, {reported:.6g}, is plus the mean of {words}"
+            if pushed is not None and np.isfinite(pushed).all() and pushed[mask].sum() > 0:
+                return [finding("entropy_sign", "mistake", f"{evidence}, and the loss rises with it.")]
+            if pushed is not None:
+                return []  # the gradient says that the loss falls with the entropy: only the log's name is unlucky
+            evidence += ": right if the loss subtracts it, as many trainers do."
+            return [finding("entropy_sign", "warning", evidence, advice="record dloss_dentropies, which decides it")]
     return []

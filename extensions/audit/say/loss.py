@@ -32,6 +32,8 @@ from extensions.audit.search.rules import AdvantageResult
 from extensions.audit.search.screen import Screen, Target
 from extensions.objectives import Row, evaluate
 
+NEAR = 0.1
+"""A nearest fit further off than this share of the gradient says nothing, and is not printed."""
 UNSURE = 0.2
 NOISE = 10.0
 """Expected accidental matches above which a match by value alone is a warning, not a mistake; and no finding at all."""
@@ -82,7 +84,7 @@ class LossVerdict:
             "expected_by_accident": result.chance,
             "reported": self.loss,
         }
-        report.gradient = {"agrees": None}
+        report.gradient = {"agrees": None, "recorded": self.has_gradient}
         if not self.has_gradient:
             report.missing.append("dloss_dlogps: torch.autograd.grad(loss, logps, retain_graph=True)")
         near = [m for m in mistakes if wanted is not None and not against(m.fields, wanted)]
@@ -163,7 +165,9 @@ class LossVerdict:
 
     def say_gradient(self, best: Match) -> None:
         agrees = best.by == "gradient and value" or self.loss is None
-        self.report.gradient = {"agrees": agrees, "residual": best.residual}
+        self.report.gradient |= {"agrees": agrees, "residual": best.residual}
+        if not agrees:
+            self.report.gradient["differs"] = "agrees with the best match, whose value is not the reported one"
         if agrees or best.gap is None:
             return
         expected = self.loss - best.gap
@@ -183,13 +187,15 @@ class LossVerdict:
         gradient = self.recording.get("dloss_dlogps")
         if gradient is not None and np.isfinite(gradient).all():
             off = made.dloss_dlogps - torch.as_tensor(gradient)
+            off = torch.where(on_a_clip_edge(self.recording, best.fields), 0.0, off)
             size = max(float(np.linalg.norm(gradient)), 1e-30)
             whole = float(off.norm()) / size
             text += f", gradient within {whole:.1e} of its size"
             if best.residual is not None and whole > 10 * max(best.residual, 1e-5, self.recording.eps):
                 # The search compares the gradient on some rows of a large batch: these were not among them.
                 rows = np.flatnonzero(off.norm(dim=1) > 1e-4 * size / math.sqrt(len(off)))
-                self.report.gradient = {"agrees": False, "residual": whole}
+                differs = "agrees with the best match in most rows, and not in those below"
+                self.report.gradient |= {"agrees": False, "residual": whole, "differs": differs}
                 evidence = f"{best.label()} fits the value, and the gradient of most rows; the whole is {whole:.1e} off."
                 self.report.findings.append(finding("gradient_differs_in_rows", "warning", evidence, rows))
         self.lines.append(text)
@@ -203,9 +209,9 @@ class LossVerdict:
             return all(m.fields.get(name, LOSS_DEFAULTS.get(name)) == value for m in same for name, value in choices.items())
 
         if every(kl="k1", kl_weight="none", kl_gradient="own"):
-            found.append(finding("kl_estimator_gradient", "mistake", f"+ {f['kl_coef']:g} k1 in the loss, reproduced."))
+            found.append(finding("kl_estimator_gradient", "mistake", f"The loss holds {f['kl_coef']:g} times k1."))
         elif every(kl="k3", kl_weight="none", kl_gradient="own"):
-            found.append(finding("k3_gradient", "note", f"+ {f['kl_coef']:g} k3."))
+            found.append(finding("k3_gradient", "note", f"The loss holds {f['kl_coef']:g} times k3."))
         if every(accumulation="divide"):
             steps = self.recording.number("accumulation_steps")
             evidence = f"Divided by {steps:g} accumulation steps, as recorded."
@@ -266,7 +272,7 @@ class LossVerdict:
         names = list(dict.fromkeys(name for m in same for name in m.mistakes))
         self.say_best(best, f"{best.label()}, with a mistake: {CATALOGUE[best.mistakes[0]].what}")
         if self.has_gradient:
-            self.report.gradient = {"agrees": False, "residual": best.residual}
+            self.report.gradient |= {"agrees": False, "residual": best.residual}
         if len(names) > 1:
             self.cannot_tell(f"cannot tell which mistake: {', '.join(names)}")
         for line in tie_lines([m.fields for m in same], DECIDES_LOSS, LOSS_DEFAULTS):
@@ -288,6 +294,9 @@ class LossVerdict:
         how = "value alone, no gradient recorded"
         if match.residual is not None:
             how = f"gradient within {match.residual:.1e}"
+        if match.by == "gradient" and self.loss is not None:
+            severity = "warning"  # one of the two numbers contradicts it
+            how += f"; the value does not fit, it differs by {match.gap:.4g}"
         parts = [f"With it, {match.label()} gives what was reported ({how})", *match.remarks]
         evidence = "; ".join(parts) + "."
         evidence += cannot_tell_from(name, names)
@@ -314,22 +323,52 @@ class LossVerdict:
     def say_nothing(self) -> None:
         result, findings = self.result, self.report.findings
         self.lines.append("none of the hypotheses gives what was reported")
-        self.report.gradient["agrees"] = False if self.has_gradient else None
         if result.proportional is not None:
             m = result.proportional
             self.lines.append(f"gradient proportional to: {m.label()}")
             findings.append(finding("unexplained_factor", "warning", f"{m.label()}, within {m.residual:.1e}; {self.tried}."))
             return
+        if result.proportional_mistake is not None:
+            self.say_mistake_times_a_factor(result.proportional_mistake)
+            return
         evidence = f"Loss: {self.tried}."
-        if result.nearest is not None:
+        if result.nearest is not None and result.nearest.residual <= NEAR:
             nearest = f"{result.nearest.label()}, {100 * result.nearest.residual:.1f} % off"
             self.lines.append(f"nearest gradient: {nearest}")
             evidence += f" Nearest gradient: {nearest}."
         if self.loss is not None or self.has_gradient:
             findings.append(finding("not_reproduced", "warning", evidence))
-            if self.wanted is not None:
+            if self.wanted is not None:  # a right trainer may do more than a row of the table can say
                 evidence = f"Declared {self.declared.row.name}; {self.tried}."
-                findings.append(finding("declared_not_seen", "mistake", evidence))
+                findings.append(finding("declared_not_seen", "warning", evidence))
+
+    def say_mistake_times_a_factor(self, m: Match) -> None:
+        """A form with a mistake gives gradient and value, times one number that nothing recorded explains."""
+        what = f"gradient within {m.residual:.1e}" + (", and the value with it" if self.loss is not None else "")
+        self.say_best(m, f"{m.label()}, with a mistake: {CATALOGUE[m.mistakes[0]].what}")
+        self.report.gradient |= {"agrees": False, "residual": m.residual}
+        for name in m.mistakes:
+            evidence = f"With it, {m.label()} gives what was reported ({what}); no right form does at any factor."
+            self.report.findings.append(finding(name, "mistake", evidence, _rows_of_edit(self.recording, name)))
+        evidence = f"Beside that mistake the loss is multiplied by {m.factor:.6g}; {self.tried}."
+        self.report.findings.append(finding("unexplained_factor", "warning", evidence))
+
+
+def on_a_clip_edge(recording: Recording, fields: dict) -> torch.Tensor:
+    """Tokens whose ratio lies on an edge of the clip to the rounding of the trainer's arithmetic: either branch is right."""
+    old, new = (torch.as_tensor(recording.arrays[name]) for name in ("old_logps", "logps")) if "old_logps" in recording else (None, None)
+    near = torch.zeros(recording.arrays["mask"].shape, dtype=torch.bool)
+    if old is None or old.shape != near.shape:
+        return near
+    edges = [1 - fields.get("clip_low", math.inf), 1 + fields.get("clip_high", math.inf), fields.get("ratio_cap", math.inf)]
+    size = 1 + torch.maximum(new.abs(), old.abs())
+    for edge in edges:
+        if 0 < edge < math.inf:
+            near |= (new - old - math.log(edge)).abs() <= EDGE_ULPS * recording.eps * size
+    return near
+
+
+EDGE_ULPS = 4
 
 
 def recomputed(recording: Recording, match: Match):
@@ -422,6 +461,7 @@ def say_value_loss(recording: Recording, report: Report) -> None:
     )
     batch = build_batch(recording, advantages=np.ones(len(mask)))
     result = LossResult()
+    report.gradient["recorded"] = gradient is not None
     screen = Screen(recording, batch, target, result)
 
     def spec(fields: dict, coef: float, value, slope, mistake) -> Spec:

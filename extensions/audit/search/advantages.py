@@ -74,8 +74,13 @@ def _reward_noise(arrays: dict[str, np.ndarray], rows: int) -> np.ndarray:
     return noise if len(noise) == rows else np.zeros(rows)
 
 
-def search_advantages(recording: Recording, *, look_for_mistakes: bool = True) -> AdvantageResult:
-    """The rules that give the reported advantages of a rollout; mistakes where none does."""
+def search_advantages(
+    recording: Recording, *, look_for_mistakes: bool = True, declared: dict | None = None
+) -> AdvantageResult:
+    """The rules that give the reported advantages of a rollout; mistakes where none does.
+
+    declared: fields of the rule that the trainer is said to follow, tried first with its own constants.
+    """
     result = AdvantageResult()
     arrays = recording.arrays
     if "advantages" not in arrays:
@@ -112,10 +117,28 @@ def search_advantages(recording: Recording, *, look_for_mistakes: bool = True) -
         return result
     result.checked = True
     try:
+        if declared:
+            _try_declared(declared, batch, reported, result)
         _search(recording, batch, reported, result, look_for_mistakes)
     finally:
         _unscaled.cache_clear()
     return result
+
+
+def _try_declared(declared: dict, batch: Batch, reported: _Reported, result: AdvantageResult) -> None:
+    """The declared rule, whose std_eps may stand on no list."""
+    raw = batch.gen_rewards if batch.gen_rewards is not None else batch.rewards
+    has_gaps = raw is not None and bool(raw.isnan().any())
+    fields = {**declared, "singleton": "zero", **({"missing_reward": "exclude"} if has_gaps else {})}
+    result.tried += 1
+    try:
+        gap = _gap(fields, batch, reported)
+    except TypeError:
+        return
+    if gap is not None:
+        if not _has_singletons(batch):
+            del fields["singleton"]
+        result.matches.append(AdvantageMatch(fields, (), gap))
 
 
 def _search(

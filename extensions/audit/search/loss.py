@@ -119,6 +119,10 @@ def make_target(recording: Recording) -> Target:
     return Target(recording.number("loss"), gradient, recording.eps, extra_terms(recording, mask))
 
 
+NEED_THE_VALUE = ("clip_without_min", "missing_stop_gradient")
+"""Mistakes whose gradient is that of another objective: a recorded value that they do not give rules them out."""
+
+
 def search_loss(
     recording: Recording, advantages: np.ndarray | None, *, look_for_mistakes: bool = True, declared: dict | None = None
 ) -> LossResult:
@@ -212,6 +216,8 @@ def search_loss(
         result.matches = []  # both have the gradient, and the mistake has the value as well
     if any(match.by != "gradient" for match in result.mistakes):
         result.mistakes = [match for match in result.mistakes if match.by != "gradient"]
+    elif target.loss is not None:
+        result.mistakes = [m for m in result.mistakes if not set(m.mistakes) & set(NEED_THE_VALUE)]
     result.mistakes = _unique(sorted(result.mistakes, key=lambda match: match.order))
     result.matches = _unique(sorted(result.matches, key=lambda match: match.order))
     return result

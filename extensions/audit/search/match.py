@@ -36,6 +36,7 @@ class LossResult:
     tried: int = 0
     nearest: Match | None = None  # smallest residual when nothing matches
     proportional: Match | None = None  # the gradient fits up to a factor that nothing recorded explains
+    proportional_mistake: Match | None = None  # the same, of a form with a mistake that has the value too
     chance: float = 0.0  # expected number of matches by accident among the values compared
     zero: bool = False  # the reported loss is 0 within rounding: its value tells nothing
     remarks: list[str] = field(default_factory=list)
@@ -141,7 +142,17 @@ _SETTABLE = frozenset(
 
 def rows_with(fields: dict) -> list[str]:
     """Named rows of the table whose loss part makes the choices of a match (constants that a user sets are not compared)."""
+    if "value_loss" in fields and "ratio" not in fields:  # the critic alone
+        return [name for name, row in ROWS.items() if row.value_coef and _has_critic(row, fields)]
     return [name for name, row in ROWS.items() if _makes(row, fields)]
+
+
+def _has_critic(row: Row, fields: dict) -> bool:
+    return row.value_loss == fields["value_loss"] and fields.get("reduction") in (
+        None,
+        row.reduction,
+        "mean_over_tokens" if row.reduction == "mean_over_window" else row.reduction,
+    )
 
 
 def _makes(row: Row, fields: dict) -> bool:

@@ -48,12 +48,9 @@ def is_environment(recording: Recording) -> bool:
 def timeline(recording: Recording) -> tuple[Timeline | None, list[str]]:
     """Lay a recorded rollout out with time last. Returns what is missing, too."""
     a = {name: value for name, value in recording.arrays.items()}
-    time_first = (
-        "last_values" in a
-        and a.get("values", np.zeros(0)).ndim == 2
-        and a["last_values"].ndim == 1
-        and (a["last_values"].shape[0] == a["values"].shape[1])
-    )
+    shape = a["values"].shape if "values" in a else a["next_values"].shape
+    # (T, E) beside one last value for each environment; a column is one environment, not T environments of one step.
+    time_first = len(shape) == 2 and ("last_values" in a and a["last_values"].size == shape[1] or shape[1] == 1 < shape[0])
     names = (
         "rewards",
         "env_rewards",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Iterator, Sequence
@@ -44,6 +45,10 @@ class Target:
 
 
 _NO_EXTRA: list[Extra] = [({}, 0.0, None)]
+DEGENERATE = 1e-9
+"""Below this share the policy's and the KL's slopes are parallel: their two amounts cannot be solved for."""
+FACTOR_MISTAKES = ("padding_in_denominator", "sum_for_mean", "extra_division", "loss_sign", "rows_counted_differ", "beta_twice")
+"""Mistakes that amount to a factor of the whole loss, or of its KL."""
 _OWN_DENOMINATOR = ("sum_over_tokens", "sum_over_width")
 """Reductions for which a division by a whole number says nothing: a count of the batch would do it."""
 
@@ -200,8 +205,12 @@ class Screen:
                 form, r = divmod(where, residual.shape[1])
                 factor, slope = float(f[form, r]), float(c[form, r])
                 extra = {} if k < 0 else {**kls[k].fields, "kl_coef": slope / factor if factor else 0.0}
+                sources = (self.mask_mistake, group[form].mistake, weights[r].mistake, None if k < 0 else kls[k].mistake)
                 self.result.nearest = Match(
-                    {**group[form].fields, **weights[r].fields, **extra}, factor=factor, residual=best
+                    {**group[form].fields, **weights[r].fields, **extra},
+                    mistakes=tuple(mistake for mistake in sources if mistake),
+                    factor=factor,
+                    residual=best,
                 )
             for form, r in (residual <= tolerance).nonzero().tolist():
                 fits.append((form, k, r, float(f[form, r]), float(c[form, r]), float(residual[form, r])))
@@ -227,7 +236,7 @@ class Screen:
                 continue  # a KL term with a slope would have sent a gradient
             cross = (P * H).sum(2) @ squares.T  # (F, R)
             determinant = a * b - cross * cross
-            both = (a > 0) & (determinant > 1e-12 * a * b)
+            both = (a > 0) & (determinant > DEGENERATE * a * b)
             safe = torch.where(both, determinant, 1.0)
             f = torch.where(both, (x * b - y * cross) / safe, 1.0)
             c = torch.where(both, (y * a - x * cross) / safe, y / b)
@@ -342,6 +351,13 @@ class Screen:
                 tolerance = target.value_tolerance(size)
                 compare(k, coef, policy + coef * value, size, (coef * value).abs() > 3 * tolerance)
 
+    def _recorded_ratios(self) -> list[float]:
+        """What a window of several micro-batches, ranks or steps may multiply a mean by: ratios of their recorded counts."""
+        names = ("accumulation_steps", "steps_per_generation", "world_size")
+        counts = [n for n in (self.recording.number(name, 1) for name in names) if n > 1]
+        products = {math.prod(chosen) for k in range(len(counts) + 1) for chosen in itertools.combinations(counts, k)}
+        return sorted({a / b for a in products for b in products} - {1.0})
+
     def _sums(self) -> list[float]:
         rows, tokens = len(self.batch.mask), int(self.batch.lengths.sum())
         return [float(n) for n in dict.fromkeys((rows, tokens)) if n > 1]
@@ -418,6 +434,8 @@ class Screen:
             self._solve_denominators(fit, whole if is_whole else 0, slack)
             if by_gradient and self.result.proportional is None:
                 self.result.proportional = Match(fields, (), f, "gradient", fit.residual, remarks=tuple(fit.remarks))
+        if by_gradient and fit.mistakes and not is_whole and not near(f, -1):
+            self._note_mistake_times_a_factor(fit)
         if not with_factors and not is_whole:
             return False
         is_declared = fields["reduction"] == self.declared.get("reduction")
@@ -430,12 +448,30 @@ class Screen:
                 fit.remarks.append("the accumulation steps, which are not recorded, may be these")
             else:
                 fit.mistakes.append("extra_division")
+        elif with_factors and not fit.mistakes and any(near(f, value) for value in self._recorded_ratios()):
+            fit.remarks.append(f"times {f:.6g}, a ratio of recorded counts (accumulation, steps per generation, ranks)")
+            fit.weak = True
         elif with_factors and any(near(f, n) or near(f * steps, n) for n in self._sums()):
             fit.mistakes.append("sum_for_mean")
             fit.remarks.append(f"{f:.6g} times the declared mean")
         else:
             return False
         return True
+
+    def _note_mistake_times_a_factor(self, fit: Fit) -> None:
+        """Keep the first form with a mistake whose gradient and value fit at one unexplained factor.
+
+        A mistake that is a factor itself (a reduction's, a division's) is no evidence at a free one.
+        """
+        has_form = any(name not in FACTOR_MISTAKES for name in fit.mistakes)
+        if self.result.proportional_mistake is not None or not has_form or len(fit.mistakes) > 1 or fit.factor <= 0:
+            return
+        left = 0.0 if self.target.loss is None else self.target.loss - fit.value
+        if abs(left) <= self.target.value_tolerance(fit.span) + abs(fit.value) * self.target.gradient_tolerance:
+            gap = None if self.target.loss is None else left
+            self.result.proportional_mistake = Match(
+                dict(fit.fields), tuple(fit.mistakes), fit.factor, "gradient and value", fit.residual, gap, tuple(fit.remarks)
+            )
 
     def _solve_denominators(self, fit: Fit, whole: int, slack: float) -> None:
         """File the fit with a denominator that the recording lacks and the factor gives: a budget, a window's tokens.

@@ -48,10 +48,12 @@ with the reason: `NOT_EXPRESSED`.
 
 from extensions.objectives.advantages import (
     BASELINES,
+    GROUP_BASELINES,
+    GROUP_SCALES,
     GUARDS,
+    OTHER_SCALES,
     Answers,
     Groups,
-    advantages_and_targets,
     arrange_groups,
     best_minus_second,
     compute_advantages,
@@ -64,28 +66,26 @@ from extensions.objectives.advantages import (
     normalised_parts,
     outcome_advantages,
     reward_to_go,
-    sampling_logps,
     soft_overlong_penalty,
     standardise_over_tokens,
     token_rewards,
     variance_of,
 )
-from extensions.objectives.batch import (
-    GENERATION,
-    PER_ROW,
-    PER_TOKEN,
-    PER_TOKEN_FLAGS,
-    Batch,
-    boolean,
-    floating,
-    integer,
-    make_batch,
-    required,
-    shaped,
-)
-from extensions.objectives.choices import CHOICES, GROUP_BASELINES, NUMBERS, Row
-from extensions.objectives.critic import value_loss_and_slope
+from extensions.objectives.batch import GENERATION, PER_TOKEN, PER_TOKEN_FLAGS, Batch, make_batch
+from extensions.objectives.choices import CHOICES, FIELDS, NUMBERS, RANGES, STEPS, Row
+from extensions.objectives.critic import VALUE_LOSSES, value_loss_and_slope
 from extensions.objectives.engine import Evaluation, Weighing, evaluate, loss_to_backpropagate
+from extensions.objectives.explain import (
+    active_fields,
+    compare,
+    explain,
+    explain_preference,
+    family_table,
+    lacking,
+    suited,
+    with_given_advantages,
+)
+from extensions.objectives.kl import KLS, KL_GRADIENTS, exact_kl, kl_estimate
 from extensions.objectives.pairs import (
     PREFERENCE_CHOICES,
     PREFERENCE_LOSSES,
@@ -108,13 +108,25 @@ from extensions.objectives.pairs import (
     smoothed_loss,
     sppo_hard_loss,
 )
-from extensions.objectives.reduction import accumulation_divisor, reduction_weights, row_weights
+from extensions.objectives.reduction import REDUCTIONS, reduction_weights
 from extensions.objectives.rows import NOT_EXPRESSED, OTHER_ROWS, PAPER_ROWS, PREFERENCE_ROWS, ROWS, TRL_ROWS, VERL_ROWS
+from extensions.objectives.sampler import (
+    SAMPLER_BOUNDS,
+    SAMPLER_CORRECTIONS,
+    SAMPLER_DROPS,
+    SAMPLER_DROP_LEVELS,
+    sampler_correction,
+    sampler_weight,
+)
+from extensions.objectives.selection import SELECTIONS, covariance
+from extensions.objectives.small import small_batch, small_preferences
 from extensions.objectives.surrogates import (
+    RATIOS,
     SURROGATES,
     Ratio,
     Surrogate,
     bounded,
+    capped,
     capped_clip,
     choose,
     cispo,
@@ -123,20 +135,11 @@ from extensions.objectives.surrogates import (
     dppo_kl,
     dppo_tv,
     dual_clip,
-    exact_kl,
-    kl_estimate,
     plain,
+    region_kl,
+    region_tv,
     sapo,
+    topr,
     vespo,
 )
-from extensions.objectives.explain import (
-    active_fields,
-    compare,
-    explain,
-    explain_preference,
-    family_table,
-    lacking,
-    suited,
-    with_given_advantages,
-)
-from extensions.objectives.small import small_batch, small_preferences
+from extensions.objectives.table import Choice, Number, SurrogateChoice

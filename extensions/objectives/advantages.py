@@ -1,21 +1,25 @@
-"""Steps 1 and 2 of an objective: which answers, which reward, which advantage. A new baseline is an entry in BASELINES."""
+"""Steps 1 and 2 of an objective: which answers, which reward, which advantage.
+
+A new baseline is an entry in BASELINES, a new scale of a group one in GROUP_SCALES, a new guard one in GUARDS.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Callable, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import rl_lab
-from extensions.objectives.batch import Batch, required
-from extensions.objectives.choices import GROUP_BASELINES, Row
-from extensions.objectives.surrogates import kl_estimate
+from extensions.objectives.batch import Batch, required, sampling_logps
+from extensions.objectives.kl import kl_estimate
+from extensions.objectives.table import GAMMA, INF, STD_DDOF, STD_EPS, Choice, Number, plain_choices
 
-INF = math.inf
+if TYPE_CHECKING:
+    from extensions.objectives.choices import Row
 
 # ------------------------------------------------------------------------------------------ step 1: answers and rewards
 
@@ -87,18 +91,14 @@ def _answers(row: Row, batch: Batch) -> Answers:
         required(row, batch, "rewards")
     kl = None
     if row.kl_in_reward:
-        kl = _kl_in_reward(row, batch).sum(dim=1)
+        kl = kl_of_sampling(row, batch).sum(dim=1)
     return Answers(rewards, batch.group_ids, batch.lengths, batch.rewards_per_func, kl)
 
 
-def _kl_in_reward(row: Row, batch: Batch) -> Tensor:
+def kl_of_sampling(row: Row, batch: Batch) -> Tensor:
     """KL estimate of the policy that sampled, per token (N, T), 0 in unused slots."""
     value, _ = kl_estimate(row, sampling_logps(batch), required(row, batch, "ref_logps"))
     return value.masked_fill(~batch.mask, 0.0)
-
-
-def sampling_logps(batch: Batch) -> Tensor:
-    return batch.logps if batch.old_logps is None else batch.old_logps
 
 
 def _check_rewards(row: Row, rewards: Tensor) -> None:
@@ -125,6 +125,14 @@ def kept_rows(row: Row, batch: Batch) -> Tensor:
     if not kept.any():
         raise ValueError(f"{row.name}: no group of this batch has unequal rewards, so group_filter 'spread' leaves nothing")
     return kept
+
+
+def counted_mask(row: Row, batch: Batch, kept: Tensor) -> Tensor:
+    """Tokens that count, (N, T) bool: those of kept rows; with overlong "mask" none of an answer that was cut off."""
+    if row.group_filter == "none" and row.overlong != "mask":
+        return batch.mask
+    mask = batch.mask & kept.unsqueeze(1)
+    return mask & ~required(row, batch, "truncated").unsqueeze(1) if row.overlong == "mask" else mask
 
 
 def _kept_answers(row: Row, answers: Answers) -> Tensor:
@@ -155,13 +163,13 @@ def _group_ids(row: Row, answers: Answers) -> Tensor:
 # A baseline takes the rewards one group a row (P, G), which of them are real, the lengths, and returns what is left.
 
 
-def _mean(table: Tensor, real: Tensor) -> Tensor:
+def mean_of(table: Tensor, real: Tensor) -> Tensor:
     return torch.where(real, table, 0.0).sum(dim=-1, keepdim=True) / real.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def group_mean(rewards: Tensor, real: Tensor, lengths: Tensor) -> Tensor:
     """A_i = R_i - mean of the group."""
-    return rewards - _mean(rewards, real)
+    return rewards - mean_of(rewards, real)
 
 
 def leave_one_out(rewards: Tensor, real: Tensor, lengths: Tensor) -> Tensor:
@@ -185,18 +193,92 @@ def best_minus_second(rewards: Tensor, real: Tensor, lengths: Tensor) -> Tensor:
     return torch.zeros_like(rewards).scatter(-1, where[:, :1], gap)
 
 
-BASELINES = {
-    "group_mean": group_mean,
-    "leave_one_out": leave_one_out,
-    "length_weighted_mean": length_weighted_mean,
-    "best_minus_second": best_minus_second,
+_GROUP = ("rewards", "group_ids")
+BASELINES: dict[str, Choice] = {
+    "group_mean": Choice("A_i = R_i - mean of the group", group_mean, needs=_GROUP),
+    "leave_one_out": Choice("A_i = R_i - mean of the others in the group", leave_one_out, needs=_GROUP),
+    "length_weighted_mean": Choice(
+        "A_i = R_i - sum_j T_j R_j / sum_j T_j over the group", length_weighted_mean, needs=_GROUP
+    ),
+    "best_minus_second": Choice(
+        "A = largest - second largest R for the best answer of the group, 0 for the others", best_minus_second, needs=_GROUP
+    ),
+}
+"""Baselines of a group: function(rewards (P, G), real (P, G) bool, lengths) -> what is left."""
+GROUP_BASELINES = tuple(BASELINES)
+
+OTHER_BASELINES: dict[str, Choice] = {
+    "given": Choice("A as the batch holds it: a length penalty or a KL in the reward is in it already", needs=("advantages",)),
+    "none": Choice("A = R", needs=("rewards",)),
+    "batch_mean": Choice("A_i = R_i - mean of the whole batch", needs=("rewards",)),
+    "greedy": Choice("A = R - reward of the greedy answer to the same prompt", needs=("rewards", "reward_baselines")),
+    "gae": Choice(
+        "A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t",
+        numbers=(GAMMA, Number("lam", 0.95, 0, 1, "GAE's lambda")),
+        needs=("rewards", "values"),
+    ),
 }
 
-GUARDS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "add": lambda x, variance, eps: x / (variance.sqrt() + eps),
-    "inside": lambda x, variance, eps: x / (variance + eps).sqrt(),
-    "floor": lambda x, variance, eps: x / variance.sqrt().clamp(min=eps),
-    "floor_variance": lambda x, variance, eps: x / variance.clamp(min=eps).sqrt(),
+
+def variance_in_group(table: Tensor, real: Tensor, ddof: int) -> Tensor:
+    return variance_of(table, real, ddof)[1]
+
+
+def squared_mean_of_group(table: Tensor, real: Tensor, ddof: int) -> Tensor:
+    """mean(R)^2, so that its root is |mean(R)|."""
+    return mean_of(table, real).square()
+
+
+def variance_of_others(table: Tensor, real: Tensor, ddof: int) -> Tensor:
+    """Variance of R_j over the others of the group, (P, G). Raises ValueError for a group of one or two."""
+    members = real.sum(dim=-1)
+    if ((members < 3) & (members > 0)).any():
+        raise ValueError("scale leave_one_out_std: a group has fewer than three answers: the others of one have no spread")
+    others = real.unsqueeze(1) & ~torch.eye(real.shape[1], dtype=torch.bool)
+    return variance_of(table.unsqueeze(1).expand(others.shape), others, ddof)[1].squeeze(-1)
+
+
+_STD = (STD_DDOF, STD_EPS)
+GROUP_SCALES: dict[str, Choice] = {
+    "group_std": Choice("A / std(R of the group)", variance_in_group, _STD, ("group_ids",)),
+    "leave_one_out_std": Choice("A / std(R of the others in the group)", variance_of_others, _STD, ("group_ids",)),
+    "group_mean": Choice("A / mean(R of the group), of rewards that are not negative", squared_mean_of_group, (STD_EPS,),
+        ("group_ids",)),
+}  # fmt: skip
+"""Scales of a group: function(rewards (P, G), real, ddof) -> the square of what A is divided by."""
+
+OTHER_SCALES: dict[str, Choice] = {
+    "none": Choice("A is left as it is"),
+    "batch_std_of_raw_rewards": Choice("A / std(R of the whole batch)", numbers=_STD),
+    "batch_std": Choice("(A - mean over answers) / std over answers", numbers=_STD),
+    "token_std": Choice("(A - mean over tokens) / std over tokens, so long answers count more", numbers=_STD),
+}
+CENTRES = plain_choices(
+    mean="batch_std and token_std subtract the mean first",
+    none="batch_std and token_std divide alone: A / std",
+)
+WHITEN_OVER = plain_choices(
+    counted="token_std takes mean and std over counted tokens",
+    slots="token_std takes them over all slots of the batch: padding counts as A = 0",
+)
+ADVANTAGE_LEVELS = plain_choices(
+    as_is="A_t as it is",
+    answer_mean="the mean of A_t over the answer's tokens, one number for the answer",
+)
+REWARD_LIMIT = Number("reward_limit", 10.0, 0, INF, "rewards are cut to +- this")
+REWARD_CLIPS: dict[str, Choice] = {
+    "none": Choice("rewards are not cut"),
+    "before_baseline": Choice("R cut to [-limit, limit] before a KL is subtracted and before any baseline",
+        numbers=(REWARD_LIMIT,)),
+    "after_baseline": Choice("what baseline and group scale have left is cut to [-limit, limit], before a KL after the baseline",
+        numbers=(REWARD_LIMIT,)),
+}  # fmt: skip
+
+GUARDS: dict[str, Choice] = {
+    "add": Choice("x / (std + eps)", lambda x, variance, eps: x / (variance.sqrt() + eps)),
+    "inside": Choice("x / sqrt(var + eps)", lambda x, variance, eps: x / (variance + eps).sqrt()),
+    "floor": Choice("x / max(std, eps)", lambda x, variance, eps: x / variance.sqrt().clamp(min=eps)),
+    "floor_variance": Choice("x / sqrt(max(var, eps))", lambda x, variance, eps: x / variance.clamp(min=eps).sqrt()),
 }
 
 
@@ -207,7 +289,7 @@ def divide_by_std(row: Row, x: Tensor, variance: Tensor) -> Tensor:
 
 def variance_of(values: Tensor, real: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
     """Mean and variance of the real entries along the last axis, each [..., 1]; divisor n - ddof, NaN if that is 0."""
-    mean = _mean(values, real)
+    mean = mean_of(values, real)
     squares = torch.where(real, values - mean, 0.0).square().sum(dim=-1, keepdim=True)
     return mean, squares / (real.sum(dim=-1, keepdim=True) - ddof).clamp(min=0)
 
@@ -219,12 +301,12 @@ def compute_advantages(row: Row, batch: Batch) -> Tensor:
     Raises ValueError for an array the row needs and the batch lacks, a group of one (unless the row says otherwise), and a
     reward that is not finite.
     """
-    advantages, _ = advantages_and_targets(row, batch, batch.mask & kept_rows(row, batch).unsqueeze(1))
+    advantages, _ = advantages_and_targets(row, batch, counted_mask(row, batch, kept_rows(row, batch)))
     return torch.where(batch.mask, advantages, 0.0)
 
 
 def advantages_and_targets(row: Row, batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Advantages (N, 1) or (N, T), and the value targets A + V where there is a critic."""
+    """Advantages (N, 1) or (N, T), and the value targets A + V where there is a critic. mask: tokens of kept rows."""
     targets = None
     if row.baseline == "given":
         advantages = required(row, batch, "advantages")
@@ -232,77 +314,107 @@ def advantages_and_targets(row: Row, batch: Batch, mask: Tensor) -> tuple[Tensor
         targets = None if batch.values is None else advantages + batch.values
     elif row.baseline == "gae":
         advantages, targets = gae_over_tokens(row, batch)
-    elif row.credit == "reward_to_go":
+    elif row.credit == "reward_to_go" and row.baseline in ("none", "greedy") and not row.kl_after_baseline:
         advantages = reward_to_go(token_rewards(row, batch), batch.mask, row.gamma)
         if row.baseline == "greedy":
             advantages = advantages - required(row, batch, "reward_baselines").unsqueeze(1)
     else:
-        advantages = outcome_advantages(row, batch).unsqueeze(1)
+        advantages = after_the_baseline(row, batch, outcome_advantages(row, batch).unsqueeze(1))
     if row.scale == "token_std":
         advantages = standardise_over_tokens(row, advantages, mask)
+    if row.advantage_level == "answer_mean":
+        total = torch.where(batch.mask, advantages, 0.0).sum(dim=1, keepdim=True)
+        advantages = total / batch.lengths.clamp(min=1).unsqueeze(1)
     return advantages, targets
 
 
+def after_the_baseline(row: Row, batch: Batch, advantages: Tensor) -> Tensor:
+    """What becomes of one number an answer (N, 1): spread over time, less a KL that is subtracted now. (N, 1) or (N, T).
+
+    reward_to_go: the number is the reward of the last token, A_t = sum_{j >= t} gamma^(j - t) (x_j - coef KL_j).
+    outcome: A_t = x - coef KL_t.
+    """
+    kl = row.kl_coef * kl_of_sampling(row, batch) if row.kl_after_baseline else 0.0
+    if row.credit == "reward_to_go":
+        rewards = torch.where(_last_token(batch.mask), advantages, 0.0) - kl
+        return reward_to_go(rewards, batch.mask, row.gamma)
+    return advantages - kl
+
+
 def standardise_over_tokens(row: Row, advantages: Tensor, mask: Tensor) -> Tensor:
-    """(A - mean over counted tokens) / guarded std over them. advantages (N, 1) or (N, T), mask (N, T) -> (N, T)."""
+    """(A - mean over counted tokens) / guarded std over them. advantages (N, 1) or (N, T), mask (N, T) -> (N, T).
+
+    whiten_over "slots": mean and std over all slots, of which those outside the mask hold 0. centre "none": the mean stays.
+    """
     flat, real = advantages.expand_as(mask).reshape(1, -1), mask.reshape(1, -1)
+    if row.whiten_over == "slots":
+        flat, real = torch.where(real, flat, 0.0), torch.ones_like(real)
     mean, variance = variance_of(flat, real, row.std_ddof)
-    return divide_by_std(row, flat - mean, variance).reshape(mask.shape)
+    return divide_by_std(row, flat if row.centre == "none" else flat - mean, variance).reshape(mask.shape)
 
 
 def outcome_advantages(row: Row, batch: Batch) -> Tensor:
     """One advantage an answer, (N,): baseline, then scale, over answers."""
     answers = _answers(row, batch)
-    rewards = answers.rewards
     kept = _kept_answers(row, answers)
-    grouped = row.baseline in GROUP_BASELINES or row.reward_parts == "normalise_then_sum"
-    groups = arrange_groups(_group_ids(row, answers) if grouped else torch.arange(len(rewards)))
+    rewards, groups = _final_rewards(row, batch, answers)
+    present = rewards.isfinite()
+    rewards = torch.where(present, rewards, 0.0)
+    if groups is not None:
+        advantages = _in_groups(row, rewards, present, groups, answers.lengths)
+    else:
+        advantages = rewards
+        if row.baseline == "greedy":
+            advantages = advantages - required(row, batch, "reward_baselines")
+        elif row.baseline == "batch_mean":
+            advantages = advantages - mean_of(rewards, present & kept)
+    if row.reward_clip == "after_baseline":
+        advantages = advantages.clamp(-row.reward_limit, row.reward_limit)
+    if row.scale == "batch_std_of_raw_rewards":
+        advantages = divide_by_std(row, advantages, variance_of(rewards, present & kept, row.std_ddof)[1])
+    elif row.scale == "batch_std":
+        mean, variance = variance_of(advantages, present & kept, row.std_ddof)
+        advantages = divide_by_std(row, advantages if row.centre == "none" else advantages - mean, variance)
+    advantages = torch.where(present, advantages, 0.0)
+    return advantages[batch.row_ids] if batch.from_generation else advantages
+
+
+def _final_rewards(row: Row, batch: Batch, answers: Answers) -> tuple[Tensor, Groups | None]:
+    """Rewards as the baseline reads them, (M,), NaN where missing; and the groups, if the row looks at any."""
+    rewards = answers.rewards
+    groups = arrange_groups(_group_ids(row, answers)) if row.is_grouped else None
     if row.reward_parts == "normalise_then_sum":
         if answers.parts is None:
             raise ValueError(f"{row.name}: the batch has no rewards_per_func, which reward_parts 'normalise_then_sum' reads")
         rewards = normalised_parts(row, answers.parts, batch.reward_weights, groups).masked_fill(rewards.isnan(), math.nan)
     if row.overlong == "soft":
         rewards = rewards + soft_overlong_penalty(answers.lengths, row.overlong_max, row.overlong_cache)
-    if row.kl_in_reward:
-        rewards = rewards - row.kl_coef * answers.kl
+    if row.reward_clip == "before_baseline":
+        rewards = rewards.clamp(-row.reward_limit, row.reward_limit)
+    return (rewards - row.kl_coef * answers.kl if row.kl_in_reward else rewards), groups
 
-    present = rewards.isfinite()
-    rewards = torch.where(present, rewards, 0.0)
-    if grouped:
-        table, real = groups.table(rewards), groups.real & groups.table(present)
-        members = real.sum(dim=1, keepdim=True)
-        if row.singleton == "refuse" and (members == 1).any():
-            where = int(groups.members[int((members == 1).nonzero()[0, 0]), 0])
-            raise ValueError(
-                f"{row.name}: row {where} is alone in its group, wanted at least two answers to a prompt: one answer has "
-                "nothing to be compared with (singleton='raw' or 'zero' says what it gets instead)"
-            )
-        if row.baseline in BASELINES:
-            advantages = BASELINES[row.baseline](table, real, groups.table(answers.lengths.to(table.dtype)))
-            # Rounding leaves a few ulps where all rewards are equal, and dividing by a tiny std would blow them up.
-            advantages = torch.where(_all_equal(table, real).unsqueeze(1), 0.0, advantages)
-        else:
-            advantages = table
-        variance = variance_of(table, real, row.std_ddof)[1]
-        if row.singleton == "raw":
-            advantages = torch.where(members == 1, table, advantages)
-            variance = torch.where(members == 1, 1.0, variance)
-        elif row.baseline in BASELINES:
-            advantages = torch.where(members == 1, 0.0, advantages)
-        if row.scale == "group_std":
-            advantages = divide_by_std(row, advantages, variance)
-        advantages = groups.per_row(advantages)
-    else:
-        advantages = rewards
-        if row.baseline == "greedy":
-            advantages = advantages - required(row, batch, "reward_baselines")
-    if row.scale == "batch_std_of_raw_rewards":
-        advantages = divide_by_std(row, advantages, variance_of(rewards, present & kept, row.std_ddof)[1])
-    elif row.scale == "batch_std":
-        mean, variance = variance_of(advantages, present & kept, row.std_ddof)
-        advantages = divide_by_std(row, advantages - mean, variance)
-    advantages = torch.where(present, advantages, 0.0)
-    return advantages[batch.row_ids] if batch.from_generation else advantages
+
+def _in_groups(row: Row, rewards: Tensor, present: Tensor, groups: Groups, lengths: Tensor) -> Tensor:
+    """Baseline and scale of each group, (M,) -> (M,). Raises ValueError for a group of one, unless the row allows it."""
+    table, real = groups.table(rewards), groups.real & groups.table(present)
+    members = real.sum(dim=1, keepdim=True)
+    if row.singleton == "refuse" and (members == 1).any():
+        where = int(groups.members[int((members == 1).nonzero()[0, 0]), 0])
+        raise ValueError(
+            f"{row.name}: row {where} is alone in its group, wanted at least two answers to a prompt: one answer has "
+            "nothing to be compared with (singleton='raw' or 'zero' says what it gets instead)"
+        )
+    advantages = table
+    if row.baseline in BASELINES:
+        advantages = BASELINES[row.baseline](table, real, groups.table(lengths.to(table.dtype)))
+        # Rounding leaves a few ulps where all rewards are equal, and dividing by a tiny std would blow them up.
+        advantages = torch.where(_all_equal(table, real).unsqueeze(1), 0.0, advantages)
+        advantages = torch.where(members == 1, table if row.singleton == "raw" else 0.0, advantages)
+    if row.scale in GROUP_SCALES:
+        variance = GROUP_SCALES[row.scale](table, real, row.std_ddof)
+        variance = torch.where(members == 1, 1.0, variance) if row.singleton == "raw" else variance
+        advantages = divide_by_std(row, advantages, variance)
+    return groups.per_row(advantages)
 
 
 def normalised_parts(row: Row, parts: Tensor, weights: Tensor, groups: Groups) -> Tensor:
@@ -324,11 +436,13 @@ def token_rewards(row: Row, batch: Batch) -> Tensor:
         answer = answer[batch.row_ids] if batch.from_generation else answer
         last = _last_token(batch.mask)
         rewards = torch.zeros_like(batch.logps).masked_scatter(last, answer[batch.mask.any(dim=1)])
+    if row.reward_clip == "before_baseline":
+        rewards = rewards.clamp(-row.reward_limit, row.reward_limit)
     if row.overlong == "soft":
         penalty = soft_overlong_penalty(batch.lengths, row.overlong_max, row.overlong_cache).to(rewards.dtype)
         rewards = rewards + torch.where(_last_token(batch.mask), penalty.unsqueeze(1), 0.0)
     if row.kl_in_reward:
-        rewards = rewards - row.kl_coef * _kl_in_reward(row, batch)
+        rewards = rewards - row.kl_coef * kl_of_sampling(row, batch)
     return rewards
 
 

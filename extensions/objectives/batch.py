@@ -6,15 +6,17 @@ import dataclasses
 import difflib
 import math
 from dataclasses import dataclass
-from typing import Mapping
+from typing import TYPE_CHECKING, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from extensions.objectives.choices import Row
+from extensions.objectives.table import INF
 
-INF = math.inf
+if TYPE_CHECKING:
+    from extensions.objectives.choices import Row
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -35,6 +37,10 @@ class Batch:
     rewards_per_func: Tensor | None = None  # (N, F); NaN where a reward function gave none
     reward_weights: Tensor | None = None  # (F,)
     reward_baselines: Tensor | None = None  # (N,) reward of the greedy answer
+    truncated: Tensor | None = None  # (N,) bool: the answer was cut off before its end
+    sampler_logps: Tensor | None = None  # (N, T) under the program that drew the tokens, which is not the one that trains
+    sampler_weights: Tensor | None = None  # (N,) or (N, T): a correction for that as the trainer holds it
+    selected_tokens: Tensor | None = None  # (N, T) bool: read by token_selection "given"
     values: Tensor | None = None  # (N, T) critic when the batch was sampled: for GAE, and V0 of a value clip
     next_values: Tensor | None = None  # (N, T) with the two flags, for environments; else the next token's value
     terminated: Tensor | None = None  # (N, T) bool
@@ -68,9 +74,8 @@ class Batch:
         return self.row_ids is not None and self.gen_rewards is not None
 
 
-PER_TOKEN = ("old_logps", "ref_logps", "token_level_rewards", "values", "next_values", "vpreds", "returns", "entropies")
-PER_TOKEN_FLAGS = ("terminated", "boundary")
-PER_ROW = ("rewards", "reward_baselines")
+PER_TOKEN = ("old_logps", "ref_logps", "sampler_logps", "token_level_rewards", "values", "next_values", "vpreds", "returns", "entropies")
+PER_TOKEN_FLAGS = ("terminated", "boundary", "selected_tokens")
 GENERATION = ("gen_rewards", "gen_rewards_per_func", "gen_group_ids", "gen_lengths", "gen_kl")
 
 
@@ -96,11 +101,7 @@ def make_batch(
     token (unless allow_empty_rows) or a non-finite number in a used slot, naming the row and the position. Unused slots
     may hold anything. Rewards are checked later: some rows of the table allow a missing one.
     """
-    known = {field.name for field in dataclasses.fields(Batch)}
-    for name in arrays:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise TypeError(f"make_batch: unknown array {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    _check_names(arrays)
     logps = floating("logps", logps, dtype)
     one_token_rows = logps.dim() == 1
     if one_token_rows:
@@ -110,68 +111,118 @@ def make_batch(
         raise ValueError(f"logps: got shape {tuple(logps.shape)}, wanted (N, T) with N and T at least 1")
     if mask is None:
         raise ValueError("mask: missing; wanted a bool array that is True on counted response tokens, EOS included")
-
-    def per_token(name: str, tensor: Tensor) -> Tensor:
-        tensor = tensor.unsqueeze(1) if one_token_rows and tensor.dim() == 1 else tensor
-        if tensor.shape != logps.shape:
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted {tuple(logps.shape)}, the shape of logps")
-        return tensor
-
-    mask = per_token("mask", boolean("mask", mask))
+    read = _Reader(logps, one_token_rows)
+    read.mask = mask = read.token_flags("mask", mask)
     has_tokens = mask.any(dim=1)
     if not allow_empty_rows and not has_tokens.all():
         row = int((~has_tokens).nonzero()[0])
         raise ValueError(f"mask: row {row} has no counted token; drop the row, mend the mask, or pass allow_empty_rows=True")
     if not has_tokens.any():
         raise ValueError("mask: no row has a counted token")
-    unused = ~mask
-    made: dict[str, object] = {"logps": _cleaned("logps", logps, unused), "mask": mask}
-    rows = len(logps)
-    for name, value in arrays.items():
-        if value is None:
-            continue
-        if name in PER_TOKEN:
-            made[name] = _cleaned(name, per_token(name, floating(name, value, logps.dtype)), unused)
-        elif name in PER_TOKEN_FLAGS:
-            made[name] = per_token(name, boolean(name, value))
-        elif name in PER_ROW:
-            made[name] = shaped(name, floating(name, value, logps.dtype), (rows,), "one number a row")
-            if name == "reward_baselines" and not made[name].isfinite().all():
-                raise ValueError(f"{name}: row {int((~made[name].isfinite()).nonzero()[0])} is not finite")
-        elif name in ("group_ids", "row_ids"):
-            made[name] = shaped(name, integer(name, value), (rows,), "one whole number a row")
-        elif name == "advantages":
-            given = floating(name, value, logps.dtype)
-            if given.shape not in ((rows,), logps.shape):
-                raise ValueError(f"advantages: got shape {tuple(given.shape)}, wanted ({rows},) or {tuple(logps.shape)}")
-            given = given.unsqueeze(1) if given.dim() == 1 else given
-            made[name] = _cleaned(name, given, unused if given.shape == mask.shape else ~has_tokens.unsqueeze(1))
-        elif name in ("logits", "ref_logits"):
-            scores = floating(name, value, logps.dtype)
-            if scores.dim() != 3 or scores.shape[:2] != logps.shape:
-                raise ValueError(f"{name}: got shape {tuple(scores.shape)}, wanted {tuple(logps.shape)} + (V,)")
-            made[name] = scores.masked_fill(unused.unsqueeze(2), 0.0)
-            # -inf is a forbidden token. A sum shows the others at once: NaN and inf survive it.
-            if not made[name].sum().item() < INF and (made[name].isnan() | (made[name] == INF)).any():
-                raise ValueError(f"{name}: got NaN or inf where the mask is set, wanted finite numbers or -inf")
-        elif name in ("gen_group_ids", "gen_lengths"):
-            made[name] = integer(name, value)
-        elif name in ("rewards_per_func", "reward_weights") or name in GENERATION:
-            made[name] = floating(name, value, logps.dtype)
-        else:  # the numbers of the window
-            made[name] = float(value)
-            if not 0 < made[name] < INF:
-                raise ValueError(f"{name}: got {value!r}, wanted a finite number above 0")
-            if name == "accumulation_steps":
-                made[name] = int(value)
-                if made[name] != value:
-                    raise ValueError(f"{name}: got {value!r}, wanted a whole number")
+    made: dict[str, object] = {"logps": _cleaned("logps", logps, ~mask), "mask": mask}
+    made |= {name: getattr(read, _KINDS[name])(name, value) for name, value in arrays.items() if value is not None}
     if num_items_in_batch is not None:
         steps = made.get("accumulation_steps", 1)
         made["window_tokens"] = max(float(num_items_in_batch), 1.0) / num_processes * steps / steps_per_generation
     _check_generation(made)
-    _check_reward_parts(made, rows)
+    _check_reward_parts(made, len(logps))
     return Batch(**made)
+
+
+def _check_names(arrays: Mapping[str, object]) -> None:
+    known = {field.name for field in dataclasses.fields(Batch)}
+    for name in arrays:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise TypeError(f"make_batch: unknown array {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+
+
+class _Reader:
+    """Reads one array by its kind; every method takes its name and value and returns what Batch holds."""
+
+    def __init__(self, logps: Tensor, one_token_rows: bool):
+        self.shape, self.rows, self.dtype, self.one_token_rows = logps.shape, len(logps), logps.dtype, one_token_rows
+        self.mask: Tensor
+
+    def _per_token(self, name: str, tensor: Tensor) -> Tensor:
+        tensor = tensor.unsqueeze(1) if self.one_token_rows and tensor.dim() == 1 else tensor
+        if tensor.shape != self.shape:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted {tuple(self.shape)}, the shape of logps")
+        return tensor
+
+    def token_numbers(self, name: str, value) -> Tensor:
+        return _cleaned(name, self._per_token(name, floating(name, value, self.dtype)), ~self.mask)
+
+    def token_flags(self, name: str, value) -> Tensor:
+        return self._per_token(name, boolean(name, value))
+
+    def row_rewards(self, name: str, value) -> Tensor:
+        return shaped(name, floating(name, value, self.dtype), (self.rows,), "one number a row")
+
+    def row_numbers(self, name: str, value) -> Tensor:
+        made = self.row_rewards(name, value)
+        if not made.isfinite().all():
+            raise ValueError(f"{name}: row {int((~made.isfinite()).nonzero()[0])} is not finite")
+        return made
+
+    def row_ids(self, name: str, value) -> Tensor:
+        return shaped(name, integer(name, value), (self.rows,), "one whole number a row")
+
+    def row_flags(self, name: str, value) -> Tensor:
+        return shaped(name, boolean(name, value), (self.rows,), "True or False a row")
+
+    def either(self, name: str, value) -> Tensor:
+        """One number a row, which becomes (N, 1), or one a token."""
+        given = floating(name, value, self.dtype)
+        if given.shape not in ((self.rows,), self.shape):
+            raise ValueError(f"{name}: got shape {tuple(given.shape)}, wanted ({self.rows},) or {tuple(self.shape)}")
+        given = given.unsqueeze(1) if given.dim() == 1 else given
+        unused = ~self.mask if given.shape == self.shape else ~self.mask.any(dim=1, keepdim=True)
+        return _cleaned(name, given, unused)
+
+    def scores(self, name: str, value) -> Tensor:
+        scores = floating(name, value, self.dtype)
+        if scores.dim() != 3 or scores.shape[:2] != self.shape:
+            raise ValueError(f"{name}: got shape {tuple(scores.shape)}, wanted {tuple(self.shape)} + (V,)")
+        made = scores.masked_fill(~self.mask.unsqueeze(2), 0.0)
+        # -inf is a forbidden token. A sum shows the others at once: NaN and inf survive it.
+        if not made.sum().item() < INF and (made.isnan() | (made == INF)).any():
+            raise ValueError(f"{name}: got NaN or inf where the mask is set, wanted finite numbers or -inf")
+        return made
+
+    def whole_numbers(self, name: str, value) -> Tensor:
+        return integer(name, value)
+
+    def numbers(self, name: str, value) -> Tensor:
+        return floating(name, value, self.dtype)
+
+    def count(self, name: str, value) -> float:
+        made = float(value)
+        if not 0 < made < INF:
+            raise ValueError(f"{name}: got {value!r}, wanted a finite number above 0")
+        return made
+
+    def whole_count(self, name: str, value) -> int:
+        made = int(self.count(name, value))
+        if made != value:
+            raise ValueError(f"{name}: got {value!r}, wanted a whole number")
+        return made
+
+
+_KINDS = {
+    **dict.fromkeys(PER_TOKEN, "token_numbers"),
+    **dict.fromkeys(PER_TOKEN_FLAGS, "token_flags"),
+    **dict.fromkeys(("group_ids", "row_ids"), "row_ids"),
+    **dict.fromkeys(("advantages", "sampler_weights"), "either"),
+    **dict.fromkeys(("logits", "ref_logits"), "scores"),
+    **dict.fromkeys(("gen_group_ids", "gen_lengths"), "whole_numbers"),
+    **dict.fromkeys(("rewards_per_func", "reward_weights", "gen_rewards", "gen_rewards_per_func", "gen_kl"), "numbers"),
+    **dict.fromkeys(("window_tokens", "window_rows", "budget"), "count"),
+    "rewards": "row_rewards",  # NaN: missing
+    "reward_baselines": "row_numbers",
+    "truncated": "row_flags",
+    "accumulation_steps": "whole_count",
+}
 
 
 def floating(name: str, value, dtype: torch.dtype | None) -> Tensor:
@@ -245,3 +296,8 @@ def required(row: Row, batch: Batch, name: str) -> Tensor:
     if value is None:
         raise ValueError(f"{row.name}: the batch has no {name}, which this row reads; it reads {', '.join(row.needs)}")
     return value
+
+
+def sampling_logps(batch: Batch) -> Tensor:
+    """l0: old_logps, or logps on a first pass."""
+    return batch.logps if batch.old_logps is None else batch.old_logps

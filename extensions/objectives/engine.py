@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from extensions.objectives.advantages import advantages_and_targets, kept_rows, sampling_logps
-from extensions.objectives.batch import Batch, required
+from extensions.objectives.advantages import advantages_and_targets, counted_mask, kept_rows
+from extensions.objectives.batch import Batch, required, sampling_logps
 from extensions.objectives.choices import Row
 from extensions.objectives.critic import value_loss_and_slope
+from extensions.objectives.kl import exact_kl, kl_estimate
 from extensions.objectives.pairs import PreferenceEvaluation
-from extensions.objectives.reduction import accumulation_divisor, row_weights
-from extensions.objectives.surrogates import SURROGATES, Ratio, Surrogate, compute_ratio, exact_kl, kl_estimate
+from extensions.objectives.reduction import row_weights
+from extensions.objectives.sampler import Correction, sampler_correction
+from extensions.objectives.selection import selected
+from extensions.objectives.surrogates import SURROGATES, Ratio, Surrogate, compute_ratio
+
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
@@ -27,11 +32,12 @@ class Evaluation:
     gradient may be 0 without any clip (A = 0).
     """
 
-    loss: Tensor  # () = policy_loss + kl_loss + value_loss + entropy_loss
+    loss: Tensor  # () = policy_loss + kl_loss + value_loss + entropy_loss + nll_loss
     policy_loss: Tensor  # () sum(weights * token_losses)
     kl_loss: Tensor  # () coefficient and reduction included; 0 without the term, as the next two
     value_loss: Tensor  # ()
     entropy_loss: Tensor  # ()
+    nll_loss: Tensor  # ()
     dloss_dlogps: Tensor  # gradient of `loss`, in closed form
     dloss_dvpreds: Tensor | None
     dloss_dentropies: Tensor | None
@@ -45,10 +51,7 @@ class Evaluation:
     _surrogate: Surrogate
     _policy_gradient: Tensor
     _row_weights: Tensor  # (N, 1)
-
-    @cached_property
-    def _mask(self) -> Tensor:
-        return self._batch.mask & self.kept.unsqueeze(1)
+    _mask: Tensor  # (N, T) bool: tokens that filters and corrections have left
 
     def _fraction(self, chosen: Tensor) -> float:
         return int(torch.count_nonzero(chosen & self._mask)) / int(torch.count_nonzero(self._mask))
@@ -90,7 +93,7 @@ class Evaluation:
         if row.ratio == "sequence_mean_of_clipped":
             log_ratio = self._batch.logps - sampling_logps(self._batch)
             return self._fraction((log_ratio < -row.clip_low) | (log_ratio > row.clip_high))
-        if row.surrogate not in ("clip", "dual_clip", "capped_clip", "cispo"):
+        if not SURROGATES[row.surrogate].has_band:
             return 0.0
         return self._fraction((r < 1 - row.clip_low) | (r > 1 + row.clip_high))
 
@@ -110,82 +113,73 @@ class Evaluation:
         return None if self.kl is None else self.kl.sum().item() / int(torch.count_nonzero(self._mask))
 
 
+class _Setting(NamedTuple):
+    """What the terms of the loss share: the row, its batch, and what is counted."""
+
+    row: Row
+    batch: Batch
+    kept: Tensor  # (N,) bool
+    mask: Tensor  # (N, T) bool
+    used: Tensor  # (N, T) the mask as numbers
+    lengths: Tensor  # (N, 1)
+    l0: Tensor
+    advantages: Tensor
+    ratio: Ratio
+    correction: Correction | None
+
+    def weighing(self, reduction: str, factor: float) -> Weighing:
+        of_row = row_weights(self.row, self.batch, reduction, self.lengths, self.kept)
+        return Weighing(self.used, self.lengths, factor * of_row)
+
+    def reduction(self, name: str) -> str:
+        return self.row.reduction if name == "same" else name
+
+
+class _Term(NamedTuple):
+    """One term of the loss, and its gradient with respect to what it is a function of."""
+
+    loss: Tensor
+    gradient: Tensor | None = None
+
+
 @torch.no_grad()
 def evaluate(row: Row, batch: Batch) -> Evaluation:
     """One objective on one batch: loss, closed-form gradient, and what happened on the way.
 
-    loss = -sum_t w_t J_t + kl_coef * sum_t u_t k_t (+ critic, - entropy), w and u the weights of the reductions,
+    loss = -sum_t w_t J_t + kl_coef * sum_t u_t k_t (+ critic, - entropy, + NLL), w and u the weights of the reductions,
     d loss / d l_t = -(d log r / d l_t) * w_t dJ_t / d log r - w_t dJ_t / dl + kl_coef * u_t dk_t / dl_t,
     a ratio of the whole answer passing the sum over its tokens to each of them.
 
-    Gradient: none; `dloss_dlogps` is the gradient, see loss_to_backpropagate. Advantages, old and reference
+    Gradient: none; `dloss_dlogps` is the gradient, see loss_to_backpropagate. Advantages, old, sampler's and reference
     log-probabilities are constants. Raises ValueError as compute_advantages, or if the batch lacks an array the row reads.
     """
     kept = kept_rows(row, batch)
-    mask = batch.mask if row.group_filter == "none" else batch.mask & kept.unsqueeze(1)
-    l, l0 = batch.logps, sampling_logps(batch)
-    used = mask.to(l.dtype)
-    lengths = used.sum(dim=1, keepdim=True)
+    mask = counted_mask(row, batch, kept)
+    correction = sampler_correction(row, batch, mask)
+    if correction is not None and row.sampler_dropped == "left_out":
+        mask = mask & correction.kept
     advantages, targets = advantages_and_targets(row, batch, mask)
+    used, l0 = mask.to(batch.logps.dtype), sampling_logps(batch)
+    lengths = used.sum(dim=1, keepdim=True)
+    ratio = compute_ratio(row, batch.logps, l0, lengths, advantages)
+    setting = _Setting(row, batch, kept, mask, used, lengths, l0, advantages, ratio, correction)
 
-    ratio = compute_ratio(row, l, l0, lengths, advantages)
-    J = SURROGATES[row.surrogate](row, ratio.value, advantages, l, l0)
-    if row.off_policy_rows == "drop":
-        lag = (l0 - l).sum(dim=1, keepdim=True) / lengths.clamp(min=1)
-        dropped = (advantages < 0) & (lag > row.off_policy_threshold)
-        J = Surrogate(*(part if part is None or part is J.effective else torch.where(dropped, 0.0, part) for part in J))
-
-    of_row = row_weights(row, batch, row.reduction, lengths, kept)
-    weighing = Weighing(used, lengths, -of_row)
-    policy_loss = weighing.total(J.value)
-    gradient = weighing.of_tokens(J.slope_logp) if J.slope_log_ratio is None else weighing.through(ratio, J.slope_log_ratio)
-    policy_gradient = gradient
-
-    kl = dloss_dlogits = None
-    kl_loss = value_loss = entropy_loss = torch.zeros((), dtype=l.dtype)
-    if row.kl_in_loss:
-        slope_of_logits = None
-        if row.kl == "exact":
-            required(row, batch, "logits"), required(row, batch, "ref_logits")
-            kl, slope_of_logits = exact_kl(batch, mask)
-            slope = torch.zeros_like(kl)
-        else:
-            kl, slope = kl_estimate(row, l, l0 if row.kl_anchor == "old" else required(row, batch, "ref_logps"))
-        reduction = row.reduction if row.kl_reduction == "same" else row.kl_reduction
-        weighing_kl = Weighing(used, lengths, row.kl_coef * row_weights(row, batch, reduction, lengths, kept))
-        r = ratio.value if row.kl_weight == "ratio" else 1.0
-        kl_loss = weighing_kl.total(r * kl)
-        gradient = gradient + weighing_kl.of_tokens(r * slope)
-        if row.kl_weight == "ratio":  # d (r k) = r dk + k r d log r
-            gradient = gradient + weighing_kl.through(ratio, r * kl)
-        if slope_of_logits is not None:
-            dloss_dlogits = weighing_kl.of_tokens(r * torch.ones_like(kl)).unsqueeze(2) * slope_of_logits
-        kl = kl * used
-
-    dloss_dvpreds = dloss_dentropies = None
-    if row.value_loss != "none" and row.value_coef:
-        targets = batch.returns if batch.returns is not None else targets
-        if targets is None:
-            raise ValueError(f"{row.name}: the critic has no target: the batch has neither returns nor values")
-        old_values = None if row.value_loss == "square" else required(row, batch, "values")
-        errors, slope = value_loss_and_slope(row, required(row, batch, "vpreds"), old_values, targets)
-        weighing_values = Weighing(used, lengths, row.value_coef * of_row)
-        value_loss, dloss_dvpreds = weighing_values.total(errors), weighing_values.of_tokens(slope)
-    if row.entropy_coef:
-        share = torch.full_like(lengths, -row.entropy_coef / (float(lengths.sum()) * accumulation_divisor(row, batch)))
-        weighing_entropies = Weighing(used, lengths, share)
-        entropy_loss = weighing_entropies.total(required(row, batch, "entropies"))
-        dloss_dentropies = weighing_entropies.weights
-
+    J, of_row, policy = _policy_term(setting)
+    kl_term, kl, dloss_dlogits = _kl_term(setting)
+    critic, entropy, nll = _critic_term(setting, targets), _entropy_term(setting), _nll_term(setting)
+    gradient = policy.gradient
+    for term in (kl_term, nll):
+        gradient = gradient if term.gradient is None else gradient + term.gradient
     return Evaluation(
-        loss=policy_loss + kl_loss + value_loss + entropy_loss,
-        policy_loss=policy_loss,
-        kl_loss=kl_loss,
-        value_loss=value_loss,
-        entropy_loss=entropy_loss,
+        loss=policy.loss + kl_term.loss + critic.loss + entropy.loss + nll.loss,
+        policy_loss=policy.loss,
+        kl_loss=kl_term.loss,
+        value_loss=critic.loss,
+        entropy_loss=entropy.loss,
+        nll_loss=nll.loss,
         dloss_dlogps=gradient,
-        dloss_dvpreds=dloss_dvpreds,
-        dloss_dentropies=dloss_dentropies,
+        dloss_dvpreds=critic.gradient,
+        dloss_dentropies=entropy.gradient,
         dloss_dlogits=dloss_dlogits,
         kl=kl,
         kept=kept,
@@ -194,9 +188,95 @@ def evaluate(row: Row, batch: Batch) -> Evaluation:
         _advantages=advantages,
         _ratio=ratio,
         _surrogate=J,
-        _policy_gradient=policy_gradient,
+        _policy_gradient=policy.gradient,
         _row_weights=of_row,
+        _mask=mask,
     )
+
+
+def _nothing(s: _Setting) -> _Term:
+    return _Term(torch.zeros((), dtype=s.batch.logps.dtype))
+
+
+def _policy_term(s: _Setting) -> tuple[Surrogate, Tensor, _Term]:
+    """-sum w J: J itself, the weight of a token of each row (N, 1), and the term."""
+    row, l = s.row, s.batch.logps
+    J = SURROGATES[row.surrogate](row, s.ratio.value, s.advantages, l, s.l0)
+    if row.off_policy_rows == "drop":
+        lag = (s.l0 - l).sum(dim=1, keepdim=True) / s.lengths.clamp(min=1)
+        J = J.where(1.0 - ((s.advantages < 0) & (lag > row.off_policy_threshold)).to(l.dtype))
+    chosen = selected(row, row.token_selection, s.batch, s.advantages, s.mask)
+    J = J if chosen is None else J.where(chosen.to(l.dtype))
+    J = J if s.correction is None else J.where(s.correction.weight)
+    weighing = s.weighing(row.reduction, -1.0)
+    if J.slope_log_ratio is None:
+        gradient = weighing.of_tokens(J.slope_logp)
+    else:
+        gradient = weighing.through(s.ratio, J.slope_log_ratio)
+    return J, -weighing.of_row, _Term(weighing.total(J.value), gradient)
+
+
+def _kl_term(s: _Setting) -> tuple[_Term, Tensor | None, Tensor | None]:
+    """+ coef * sum u k: the term, k_t (N, T) and the gradient at the logits of an exact KL."""
+    row, batch = s.row, s.batch
+    if not row.kl_in_loss:
+        return _nothing(s), None, None
+    slope_of_logits = dloss_dlogits = None
+    if row.kl == "exact":
+        required(row, batch, "logits"), required(row, batch, "ref_logits")
+        kl, slope_of_logits = exact_kl(batch, s.mask)
+        slope = torch.zeros_like(kl)
+    else:
+        anchor = s.l0 if row.kl_anchor == "old" else required(row, batch, "ref_logps")
+        kl, slope = kl_estimate(row, batch.logps, anchor)
+    shown = kl * s.used
+    factor = _kl_factor(s)
+    weighing = s.weighing(s.reduction(row.kl_reduction), row.kl_coef)
+    r = s.ratio.value * factor if row.kl_weight == "ratio" else factor
+    gradient = weighing.of_tokens(r * slope)
+    if row.kl_weight == "ratio":  # d (r k) = r dk + k r d log r
+        gradient = gradient + weighing.through(s.ratio, r * kl)
+    if slope_of_logits is not None:
+        dloss_dlogits = weighing.of_tokens(r * torch.ones_like(kl)).unsqueeze(2) * slope_of_logits
+    return _Term(weighing.total(r * kl), gradient), shown, dloss_dlogits
+
+
+def _kl_factor(s: _Setting) -> Tensor | float:
+    """What a selection of tokens and a correction inside the KL make of a token's KL."""
+    chosen = selected(s.row, s.row.kl_tokens, s.batch, s.advantages, s.mask)
+    factor: Tensor | float = 1.0 if chosen is None else chosen.to(s.used.dtype)
+    return factor * s.correction.weight if s.correction is not None and s.row.sampler_place == "loss" else factor
+
+
+def _critic_term(s: _Setting, targets: Tensor | None) -> _Term:
+    row, batch = s.row, s.batch
+    if row.value_loss == "none" or not row.value_coef:
+        return _nothing(s)
+    targets = batch.returns if batch.returns is not None else targets
+    if targets is None:
+        raise ValueError(f"{row.name}: the critic has no target: the batch has neither returns nor values")
+    old_values = None if row.value_loss == "square" else required(row, batch, "values")
+    errors, slope = value_loss_and_slope(row, required(row, batch, "vpreds"), old_values, targets)
+    weighing = s.weighing(row.reduction, row.value_coef)
+    return _Term(weighing.total(errors), weighing.of_tokens(slope))
+
+
+def _entropy_term(s: _Setting) -> _Term:
+    if not s.row.entropy_coef:
+        return _nothing(s)
+    weighing = s.weighing(s.reduction(s.row.entropy_reduction), -s.row.entropy_coef)
+    return _Term(weighing.total(required(s.row, s.batch, "entropies")), weighing.weights)
+
+
+def _nll_term(s: _Setting) -> _Term:
+    """+ coef * mean over the counted tokens of good answers of -l; 0 without a good answer."""
+    row = s.row
+    if row.nll == "none" or not row.nll_coef:
+        return _nothing(s)
+    measure = s.advantages if row.nll == "positive_advantage" else required(row, s.batch, "rewards").unsqueeze(1)
+    good = (measure > 0).expand_as(s.mask) & s.mask
+    weights = row.nll_coef * good.to(s.used.dtype) / max(int(good.sum()), 1)
+    return _Term(-(weights * s.batch.logps).sum(), -weights)
 
 
 class Weighing:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import rl_lab
 from extensions.objectives.batch import Batch
-from extensions.objectives.choices import CHOICES, GROUP_BASELINES, NUMBERS, Row
+from extensions.objectives.choices import CHOICES, FIELDS, NUMBERS, STEPS, Row
 from extensions.objectives.engine import evaluate
 from extensions.objectives.pairs import PREFERENCE_CHOICES, PreferenceRow, Preferences, evaluate_preference
 from extensions.objectives.rows import NOT_EXPRESSED, PREFERENCE_ROWS, ROWS
@@ -158,6 +158,11 @@ def preference_table(data: Preferences) -> str:
     return text
 
 
+QUIET = (
+    "reward_clip", "centre", "whiten_over", "advantage_level", "sampler_correction", "sampler_drop", "token_selection",
+    "kl_tokens", "nll",
+)  # fmt: skip
+"""Fields that are shown only where a row uses them: their default is that nothing happens."""
 SHOWN = 8  # rows and tokens of a batch that an explanation prints
 
 
@@ -175,26 +180,24 @@ def active_fields(row: Row | PreferenceRow) -> dict[str, str]:
             "undesirable_weight": row.loss == "kto",
         }
         return fields | {name: f"{getattr(row, name):g}" for name, is_read in numbers.items() if is_read}
-    has_kl = row.kl != "none" and row.kl_coef != 0
+    given = row.baseline in ("given", "gae")
     idle = {
-        "kl_anchor": not has_kl,
-        "kl_place": not has_kl,
-        "kl_weight": not row.kl_in_loss,
-        "kl_gradient": not row.kl_in_loss,
-        "kl_reduction": not row.kl_in_loss,
+        **{name: not row.has_kl for name in ("kl", "kl_anchor", "kl_place")},
+        **{name: not row.kl_in_loss for name in ("kl_weight", "kl_gradient", "kl_tokens", "kl_reduction")},
+        **{name: given for name in ("reward_parts", "missing_reward", "credit")},
         "std_guard": row.scale == "none",
-        "singleton": row.baseline not in GROUP_BASELINES and row.scale != "group_std",
-        "reward_parts": row.baseline in ("given", "gae"),
-        "missing_reward": row.baseline in ("given", "gae"),
-        "credit": row.baseline in ("given", "gae"),
+        "singleton": not row.is_grouped,
         "surrogate": row.ratio == "none",
         "rows_counted": row.reduction in ("mean_over_tokens", "mean_over_window", "sum_over_tokens"),
-        "kl": not has_kl,
+        "sampler_bound": row.sampler_correction == "none",
+        **{name: row.sampler_drop == "none" for name in ("sampler_drop_level", "sampler_dropped")},
+        "sampler_place": row.sampler_drop == row.sampler_correction == "none" or not row.kl_in_loss,
+        "entropy_reduction": not row.entropy_coef,
     }
     fields = {
         name: f"{getattr(row, name)}: {table[getattr(row, name)]}"
         for name, table in CHOICES.items()
-        if not idle.get(name, False)
+        if not idle.get(name, name in QUIET and getattr(row, name) == FIELDS[name].default)
     }
     read = [
         n
@@ -203,43 +206,10 @@ def active_fields(row: Row | PreferenceRow) -> dict[str, str]:
         for n in numbers
     ]
     read += [n for n in ("log_ratio_min", "log_ratio_max") if not math.isinf(getattr(row, n)) and row.ratio != "none"]
-    read += [n for n in ("kl_log_limit", "kl_limit") if has_kl and not math.isinf(getattr(row, n))]
+    read += [n for n in ("kl_log_limit", "kl_limit") if row.has_kl and not math.isinf(getattr(row, n))]
     read += ["length_eps"] if row.length_eps and row.reduction == "mean_per_response" else []
     read += ["entropy_coef"] if row.entropy_coef else []
     return fields | {name: f"{getattr(row, name):g}" for name in dict.fromkeys(read)}
-
-
-STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (
-        "1  answers and rewards",
-        ("group_filter", "overlong", "overlong_max", "overlong_cache", "reward_parts", "missing_reward"),
-    ),
-    ("2  advantage", ("baseline", "credit", "gamma", "lam", "scale", "std_ddof", "std_eps", "std_guard", "singleton")),
-    ("3  ratio", ("ratio", "log_ratio_min", "log_ratio_max")),
-    (
-        "4  surrogate J, maximised",
-        (
-            "surrogate",
-            "clip_low",
-            "clip_high",
-            "ratio_cap",
-            "tau_positive",
-            "tau_negative",
-            "vespo_k_positive",
-            "vespo_lam_positive",
-            "vespo_k_negative",
-            "vespo_lam_negative",
-            "off_policy_rows",
-            "off_policy_threshold",
-        ),
-    ),
-    (
-        "5  KL to a fixed policy",
-        ("kl", "kl_coef", "kl_place", "kl_anchor", "kl_weight", "kl_gradient", "kl_log_limit", "kl_limit", "kl_reduction"),
-    ),
-    ("6  reduction of -J", ("reduction", "rows_counted", "length_eps", "accumulation")),
-    ("7  critic and entropy", ("value_loss", "value_coef", "value_clip", "entropy_coef")),
-)
 
 
 def _grid(name: str, values: Tensor, mask: Tensor, digits: int = 4) -> str:

@@ -16,6 +16,16 @@ from extensions.objectives.reduction import reduction_weights
 from extensions.objectives.rows import ROWS
 from extensions.objectives.surrogates import SURROGATES
 
+NOT_DRAWN = {
+    "capped_clip": "as dual_clip while c > 1 + high",
+    "region_tv": "as dppo_tv up to its cap",
+    "region_kl": "as dppo_kl up to its cap",
+    "mean_over_window": "as mean_over_tokens while the batch is the window",
+    "mean_per_prompt": "as mean_per_response while a prompt has one answer",
+}
+"""Curves that lie on another one here, and on which."""
+
+
 def gradient_curves(sign: float, ratios: np.ndarray, old_probability: float = 0.2) -> dict[str, np.ndarray]:
     """d loss / d logp of one token with weight 1, for every surrogate, A = sign. ratios (K,) -> name -> (K,)."""
     old_logps = torch.full((len(ratios),), math.log(old_probability), dtype=torch.float64)
@@ -26,7 +36,7 @@ def gradient_curves(sign: float, ratios: np.ndarray, old_probability: float = 0.
     return {
         name: evaluate(replace(row, surrogate=name), batch).dloss_dlogps.squeeze(1).numpy()
         for name in SURROGATES
-        if name != "capped_clip"  # the same as dual_clip while c > 1 + high
+        if name not in NOT_DRAWN
     }
 
 
@@ -38,7 +48,7 @@ def weight_curves(lengths: np.ndarray, budget: float) -> dict[str, np.ndarray]:
     return {
         name: reduction_weights(ROWS["grpo"], batch, name).squeeze(1).numpy()
         for name in CHOICES["reduction"]
-        if name != "mean_over_window"  # the same as mean_over_tokens while the batch is the window
+        if name not in NOT_DRAWN
     }
 
 

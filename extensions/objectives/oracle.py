@@ -16,6 +16,7 @@ import torch
 
 from extensions import objectives
 from extensions.objectives import ROWS, evaluate
+from extensions.objectives.slow_loss import SlowLoss
 
 CAPTURES = Path(objectives.__file__).parents[1] / "audit" / "captures"
 
@@ -55,12 +56,15 @@ def slow_advantages(row: objectives.Row, rewards: list[float], groups: list[int]
             "floor_variance": lambda: x / math.sqrt(max(std**2, row.std_eps)),
         }[row.std_guard]()
 
+    if row.reward_clip == "before_baseline":
+        rewards = [min(max(reward, -row.reward_limit), row.reward_limit) for reward in rewards]
     advantages = []
     for i, reward in enumerate(rewards):
         mates = [j for j in range(len(rewards)) if groups[j] == groups[i]]
         ranked = sorted((rewards[j] for j in mates), reverse=True)
         baseline = {
             "none": lambda: reward,
+            "batch_mean": lambda: reward - statistics.mean(rewards),
             "group_mean": lambda: reward - statistics.mean(rewards[j] for j in mates),
             "leave_one_out": lambda: reward - statistics.mean(rewards[j] for j in mates if j != i),
             "length_weighted_mean": lambda: (
@@ -70,107 +74,19 @@ def slow_advantages(row: objectives.Row, rewards: list[float], groups: list[int]
         }[row.baseline]()
         if row.scale == "group_std":
             baseline = guarded(baseline, spread([rewards[j] for j in mates]))
+        if row.scale == "leave_one_out_std":
+            baseline = guarded(baseline, spread([rewards[j] for j in mates if j != i]))
+        if row.scale == "group_mean":
+            baseline = guarded(baseline, abs(statistics.mean(rewards[j] for j in mates)))
+        if row.reward_clip == "after_baseline":
+            baseline = min(max(baseline, -row.reward_limit), row.reward_limit)
         advantages.append(baseline)
     if row.scale == "batch_std_of_raw_rewards":
         advantages = [guarded(x, spread(rewards)) for x in advantages]
     if row.scale == "batch_std":
-        mean = statistics.mean(advantages)
+        mean = statistics.mean(advantages) if row.centre == "mean" else 0.0
         advantages = [guarded(x - mean, spread(advantages)) for x in advantages]
     return advantages
-
-
-def slow_loss(
-    row: objectives.Row, batch: objectives.Batch, logps: torch.Tensor, A: torch.Tensor, kept: list[int]
-) -> torch.Tensor:
-    """The loss as its formula reads, token by token with autograd and explicit stop-gradients; policy and KL term."""
-    rows = [(i, [t for t in range(batch.mask.shape[1]) if batch.mask[i, t]]) for i in kept]
-    tokens = sum(len(used) for _, used in rows)
-    counted = [used for _, used in rows if used or row.rows_counted == "all"]
-    B = len(counted) if batch.window_rows is None else batch.window_rows
-
-    def weight(reduction: str, length: int) -> float:
-        return {
-            "mean_per_response": lambda: 1 / B / (length + row.length_eps),
-            "mean_over_tokens": lambda: 1 / tokens,
-            "mean_over_window": lambda: 1 / (batch.window_tokens or tokens),
-            "sum_per_response": lambda: 1 / B,
-            "sum_over_budget": lambda: 1 / B / batch.budget,
-            "sum_over_width": lambda: 1 / B / batch.mask.shape[1],
-            "sum_over_tokens": lambda: 1.0,
-        }[reduction]() / (batch.accumulation_steps if row.accumulation == "divide" else 1)
-
-    def cut(x: torch.Tensor) -> torch.Tensor:
-        return x.clamp(row.log_ratio_min, row.log_ratio_max)
-
-    total = torch.zeros((), dtype=logps.dtype)
-    for i, used in rows:
-        log_ratios = {t: logps[i, t] - batch.old_logps[i, t] for t in used}
-        mean = sum(log_ratios.values()) / len(used)
-        if row.ratio == "sequence_mean_of_clipped":
-            clipped = [
-                x
-                if A[i, t] == 0
-                else torch.minimum(x * A[i, t].sign(), x.clamp(-row.clip_low, row.clip_high) * A[i, t].sign())
-                * A[i, t].sign()
-                for t, x in log_ratios.items()
-            ]
-            mean = sum(clipped) / len(used)
-        for t in used:
-            a, l, l0 = A[i, t], logps[i, t], batch.old_logps[i, t]
-            r = {
-                "token": lambda: cut(log_ratios[t]).exp(),
-                "sequence_mean": lambda: cut(mean).exp(),
-                "sequence_product": lambda: cut(sum(log_ratios.values())).exp(),
-                "sequence_mean_token": lambda: cut(mean.detach() + l - l.detach()).exp(),
-                "sequence_mean_of_clipped": lambda: mean.exp(),
-                "none": lambda: None,
-            }[row.ratio]()
-            low, high = 1 - row.clip_low, 1 + row.clip_high
-            clip = lambda: torch.minimum(r * a, r.clamp(low, high) * a)  # noqa: E731
-
-            def vespo():
-                w = sum(log_ratios.values()).detach().exp()
-                k, lam = (
-                    (row.vespo_k_positive, row.vespo_lam_positive)
-                    if a >= 0
-                    else (row.vespo_k_negative, row.vespo_lam_negative)
-                )
-                return w**k * math.exp(lam) * (-lam * w).exp() * a * l
-
-            def dppo(distance):
-                beyond = distance > row.clip_high and l > l0 if a > 0 else distance > row.clip_low and l < l0
-                return 0 * l if beyond else r.detach().clamp(max=row.ratio_cap) * a * l
-
-            p, p0 = l.exp().item(), l0.exp().item()
-            J = (
-                a * l
-                if row.ratio == "none"
-                else {
-                    "plain": lambda: r * a,
-                    "clip": clip,
-                    "dual_clip": lambda: torch.maximum(clip(), row.ratio_cap * a) if a < 0 else clip(),
-                    "capped_clip": lambda: torch.minimum(r.clamp(max=row.ratio_cap) * a, r.clamp(low, high) * a),
-                    "cispo": lambda: r.detach().clamp(low, high) * a * l,
-                    "sapo": lambda: (
-                        4 / (tau := row.tau_positive if a > 0 else row.tau_negative) * torch.sigmoid(tau * (r - 1)) * a
-                    ),
-                    "vespo": vespo,
-                    "dppo_tv": lambda: dppo(abs(p - p0)),
-                    "dppo_kl": lambda: dppo(p0 * math.log(p0 / p) + (1 - p0) * math.log((1 - p0) / (1 - p))),
-                }[row.surrogate]()
-            )
-            if row.off_policy_rows == "drop" and a < 0 and -sum(log_ratios.values()) / len(used) > row.off_policy_threshold:
-                J = 0 * l
-            total = total - weight(row.reduction, len(used)) * J
-            if row.kl_in_loss and row.kl != "exact":
-                d = l - (l0 if row.kl_anchor == "old" else batch.ref_logps[i, t])
-                kl = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() + d - 1, "abs": d.abs()}[row.kl]
-                if row.kl_gradient == "k2":
-                    kl = kl.detach() + d**2 / 2 - (d**2 / 2).detach()
-                kl = kl * r if row.kl_weight == "ratio" else kl
-                reduction = row.reduction if row.kl_reduction == "same" else row.kl_reduction
-                total = total + row.kl_coef * weight(reduction, len(used)) * kl
-    return total
 
 
 @lru_cache
@@ -202,6 +118,50 @@ def combinations_of_choices() -> list[objectives.Row]:
     rows.append(replace(base, log_ratio_min=-0.1, log_ratio_max=0.5))
     rows.append(replace(base, ratio="sequence_mean", log_ratio_min=-0.1, log_ratio_max=0.2))
     rows.append(replace(base, surrogate="capped_clip", ratio_cap=1.1))
+    rows.append(replace(base, overlong="mask", kl="k3", kl_coef=0.3))
+    return rows + corrections_of_the_sampler(base) + selections_of_tokens(base)
+
+
+# Measure and level of a dropping -> a band that some of the small batch is inside and some is not.
+BANDS = {
+    ("ratio", "token"): (0.8, 1.25), ("ratio", "mean"): (0.9, 1.05), ("ratio", "sum"): (0.8, 1.2),
+    ("ratio", "worst"): (0.8, 1.28), ("k1", "token"): (-0.2, 0.2), ("k1", "mean"): (-0.05, 0.1), ("k1", "sum"): (-0.2, 0.2),
+    ("k1", "worst"): (-0.25, 0.22), ("k2", "token"): (-1.0, 0.02), ("k2", "mean"): (-1.0, 0.016),
+    ("k2", "sum"): (-1.0, 0.05), ("k2", "worst"): (-1.0, 0.03), ("k3", "token"): (-1.0, 0.02), ("k3", "mean"): (-1.0, 0.016),
+    ("k3", "sum"): (-1.0, 0.05), ("k3", "worst"): (-1.0, 0.03), ("tv", "token"): (-1.0, 0.05), ("tv", "mean"): (-1.0, 0.03),
+    ("tv", "sum"): (-1.0, 0.1), ("tv", "worst"): (-1.0, 0.05),
+}  # fmt: skip
+
+
+def corrections_of_the_sampler(base: objectives.Row) -> list[objectives.Row]:
+    """Every level of the weight with every bound; every measure of the dropping at every level, in and out of the mask."""
+    with_kl = replace(base, kl="k3", kl_coef=0.3)
+    rows = []
+    for level, bound, place in itertools.product(("token", "product", "geometric", "given"), objectives.SAMPLER_BOUNDS, (0, 1)):
+        place = ("policy", "loss")[place]
+        rows.append(replace(with_kl, sampler_correction=level, sampler_bound=bound, sampler_low=0.9, sampler_high=1.1,
+            sampler_place=place))  # fmt: skip
+    for (measure, level), (low, high) in BANDS.items():
+        for dropped, place in (("counted", "policy"), ("counted", "loss"), ("left_out", "policy")):
+            rows.append(replace(with_kl, sampler_drop=measure, sampler_drop_level=level, sampler_drop_low=low,
+                sampler_drop_high=high, sampler_dropped=dropped, sampler_place=place))  # fmt: skip
+    both = {"sampler_drop": "ratio", "sampler_drop_low": 0.8, "sampler_drop_high": 1.25}
+    for ratio, surrogate in (("token", "clip"), ("sequence_mean", "dual_clip"), ("none", "plain")):
+        rows.append(replace(base, ratio=ratio, surrogate=surrogate, sampler_correction="token", **both))
+    return rows
+
+
+def selections_of_tokens(base: objectives.Row) -> list[objectives.Row]:
+    """Every rule for the policy term and for the KL, with the bounds of the covariance inside what the small batch has."""
+    near = {"covariance_low": 0.1, "covariance_high": 0.6}
+    rows = [replace(base, token_selection=rule, **near) for rule in objectives.SELECTIONS]
+    rows += [
+        replace(base, surrogate="plain", kl="abs", kl_coef=0.3, kl_anchor="old", kl_tokens=rule, **near)
+        for rule in objectives.SELECTIONS
+    ]
+    rows += [replace(base, nll=good, nll_coef=0.4) for good in ("positive_advantage", "positive_reward")]
+    for gradient, weight in itertools.product(("score", "none"), ("none", "ratio")):
+        rows.append(replace(base, kl="k3", kl_coef=0.3, kl_gradient=gradient, kl_weight=weight))
     return rows
 
 
@@ -210,7 +170,7 @@ class GradientCase(unittest.TestCase):
         batch = small_batch() if batch is None else batch
         result = evaluate(row, batch)
         logps = batch.logps.clone().requires_grad_()
-        loss = slow_loss(row, batch, logps, result.advantages, result.kept.nonzero()[:, 0].tolist())
+        loss = SlowLoss(row, batch, logps, result.advantages, result.kept.nonzero()[:, 0].tolist()).total()
         (gradient,) = torch.autograd.grad(loss, logps)
         ours = result.loss - result.value_loss - result.entropy_loss - (result.kl_loss if row.kl == "exact" else 0)
         self.assertAlmostEqual(ours.item(), loss.item(), 11, row)

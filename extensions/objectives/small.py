@@ -45,6 +45,10 @@ def small_batch() -> tuple[Batch, Tensor]:
         vpreds=values + 0.1 * wave[..., 0].cos(),
         entropies=torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1),
         budget=6,
+        truncated=torch.tensor([False, False, False, False, True, False]),
+        sampler_logps=old_logps + 0.25 * (1.7 * wave[..., 0]).sin(),
+        sampler_weights=1 + 0.2 * (1.1 * wave[..., 0]).cos(),
+        selected_tokens=mask & (ids != 1),
     )
     return replace(batch, advantages=torch.where(mask, batch.rewards.unsqueeze(1) - values, 0.0)), ids
 

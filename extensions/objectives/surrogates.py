@@ -1,18 +1,22 @@
-"""Steps 3 to 5 of an objective: the ratio, the surrogate with its slope, the KL estimate. See SURROGATES."""
+"""Steps 3 and 4 of an objective: the ratio, and the surrogate J with its slope.
+
+A new surrogate is one entry in SURROGATES: formula, function, numbers with their ranges, band, words. Row's fields, the list
+of choices, what an explanation prints and what a declaration may set follow from it.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 import rl_lab
-from extensions.objectives.batch import Batch
-from extensions.objectives.choices import Row
+from extensions.objectives.table import CLIP_HIGH, CLIP_LOW, INF, RATIO_CAP, Choice, Number, SurrogateChoice
 
-INF = math.inf
+if TYPE_CHECKING:
+    from extensions.objectives.choices import Row
 
 # ------------------------------------------------------------------------------------------ step 3: ratio
 
@@ -23,7 +27,7 @@ def choose(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tens
 
 
 class Ratio(NamedTuple):
-    """A ratio, (N, T) or one an answer (N, 1), and how far a slope with respect to its logarithm reaches."""
+    """The ratio, per token (N, T) or per answer (N, 1), and d log ratio / d logp for each token."""
 
     value: Tensor
     share: Tensor | float  # d log r / d l_t
@@ -31,8 +35,57 @@ class Ratio(NamedTuple):
     cut: Tensor | bool  # tokens or answers whose log-ratio a limit, or a clip inside the ratio, has cut
 
 
-def _exp(log_ratio: Tensor) -> Tensor:
+def exp_of(log_ratio: Tensor) -> Tensor:
+    """exp with the overflow guard of rl_lab.importance_ratio."""
     return rl_lab.importance_ratio(log_ratio, torch.zeros((), dtype=log_ratio.dtype).expand_as(log_ratio))
+
+
+class LogRatio(NamedTuple):
+    """What a kind of ratio makes of d = l - l0 (N, T), before a limit cuts it and exp is taken."""
+
+    value: Tensor
+    share: Tensor | float
+    of_answer: bool
+    cut: Tensor | bool = False
+
+
+def token(row: Row, d: Tensor, lengths: Tensor, A: Tensor) -> LogRatio:
+    return LogRatio(d, 1.0, False)
+
+
+def sequence_mean(row: Row, d: Tensor, lengths: Tensor, A: Tensor) -> LogRatio:
+    return LogRatio(d.sum(dim=1, keepdim=True) / lengths, 1 / lengths, True)
+
+
+def sequence_product(row: Row, d: Tensor, lengths: Tensor, A: Tensor) -> LogRatio:
+    return LogRatio(d.sum(dim=1, keepdim=True), 1.0, True)
+
+
+def sequence_mean_token(row: Row, d: Tensor, lengths: Tensor, A: Tensor) -> LogRatio:
+    return LogRatio(d.sum(dim=1, keepdim=True) / lengths, 1.0, False)
+
+
+def sequence_mean_of_clipped(row: Row, d: Tensor, lengths: Tensor, A: Tensor) -> LogRatio:
+    low, high = choose(A < 0, -row.clip_low, -INF, d.dtype), choose(A > 0, row.clip_high, INF, d.dtype)
+    clipped = d.clamp(low, high)
+    cut = clipped != d
+    return LogRatio(clipped.sum(dim=1, keepdim=True) / lengths, (~cut).to(d.dtype) / lengths, True, cut)
+
+
+RATIOS: dict[str, Choice] = {
+    "token": Choice("r_t = exp(l_t - l0_t)", token),
+    "sequence_mean": Choice("r = exp(mean_t(l - l0)), the geometric mean of the token ratios", sequence_mean),
+    "sequence_product": Choice("r = exp(sum_t(l - l0)), the ratio of whole answers", sequence_product),
+    "sequence_mean_token": Choice(
+        "r_t = sg[exp(mean(l - l0))] exp(l_t - sg[l_t]): value of the mean, gradient of the token", sequence_mean_token
+    ),
+    "sequence_mean_of_clipped": Choice(
+        "r = exp(mean_t x_t), x_t = l - l0 clipped to [-low, high] on the side A asks for",
+        sequence_mean_of_clipped,
+        (CLIP_LOW, CLIP_HIGH),
+    ),
+    "none": Choice("no ratio: the objective is A l", token),
+}
 
 
 def compute_ratio(row: Row, l: Tensor, l0: Tensor, lengths: Tensor, advantages: Tensor) -> Ratio:
@@ -40,28 +93,16 @@ def compute_ratio(row: Row, l: Tensor, l0: Tensor, lengths: Tensor, advantages: 
 
     d log r / d l_t: token and sequence_mean_token 1, sequence_mean 1 / T_i, sequence_product 1; 0 where something has cut.
     """
-    lengths = lengths.clamp(min=1)
-    has_limit = not (math.isinf(row.log_ratio_min) and math.isinf(row.log_ratio_max))
-    if row.ratio == "none" or (row.ratio == "token" and not has_limit):
+    limits = row.log_ratio_min, row.log_ratio_max
+    has_limit = row.ratio not in ("none", "sequence_mean_of_clipped") and not all(map(math.isinf, limits))
+    if row.ratio in ("none", "token") and not has_limit:
         return Ratio(rl_lab.importance_ratio(l, l0), 1.0, False, False)
-    log_ratio = l - l0
-    if row.ratio == "sequence_mean_of_clipped":
-        low, high = choose(advantages < 0, -row.clip_low, -INF, l.dtype), choose(advantages > 0, row.clip_high, INF, l.dtype)
-        clipped = log_ratio.clamp(low, high)
-        cut = clipped != log_ratio
-        return Ratio(_exp(clipped.sum(dim=1, keepdim=True) / lengths), (~cut).to(l.dtype) / lengths, True, cut)
-    share: Tensor | float = 1.0
-    if row.ratio == "sequence_product":
-        log_ratio = log_ratio.sum(dim=1, keepdim=True)
-    elif row.ratio in ("sequence_mean", "sequence_mean_token"):
-        log_ratio = log_ratio.sum(dim=1, keepdim=True) / lengths
-        share = 1 / lengths if row.ratio == "sequence_mean" else 1.0
-    cut = False
+    log_ratio, share, of_answer, cut = RATIOS[row.ratio](row, l - l0, lengths.clamp(min=1), advantages)
     if has_limit:
-        limited = log_ratio.clamp(row.log_ratio_min, row.log_ratio_max)
+        limited = log_ratio.clamp(*limits)
         cut, log_ratio = limited != log_ratio, limited
         share = share * (~cut).to(l.dtype)
-    return Ratio(_exp(log_ratio), share, row.ratio in ("sequence_mean", "sequence_product"), cut)
+    return Ratio(exp_of(log_ratio), share, of_answer, cut)
 
 
 # ------------------------------------------------------------------------------------------ step 4: surrogate
@@ -75,6 +116,11 @@ class Surrogate(NamedTuple):
     slope_log_ratio: Tensor | None = None
     slope_logp: Tensor | None = None
     effective: Tensor | None = None
+
+    def where(self, kept: Tensor | float) -> Surrogate:
+        """J and its slope times a factor that carries no gradient; a factor of 0 removes whatever stood there."""
+        scaled = (None if x is None else torch.where(kept == 0, 0.0, x * kept) for x in self[:3])
+        return Surrogate(*scaled, self.effective)
 
 
 def plain(row: Row, r: Tensor, A: Tensor, l: Tensor, l0: Tensor) -> Surrogate:
@@ -109,11 +155,25 @@ def capped_clip(row: Row, r: Tensor, A: Tensor, l: Tensor, l0: Tensor) -> Surrog
     return bounded(r, A, min(1 + row.clip_high, row.ratio_cap), 1 - row.clip_low, max(1 + row.clip_high, row.ratio_cap))
 
 
-def cispo(row: Row, r: Tensor, A: Tensor, l: Tensor, l0: Tensor) -> Surrogate:
-    """J = sg[w] A l, w = clip(r, 1 - low, 1 + high); dJ / dl = w A: cutting w never takes a gradient away."""
-    w = r.clamp(1 - row.clip_low, 1 + row.clip_high)
+def capped(row: Row, r: Tensor, A: Tensor, l: Tensor, l0: Tensor) -> Surrogate:
+    """J = min(r, c) A on both sides of A; no gradient beyond c."""
+    return bounded(r, A, row.ratio_cap, -INF, row.ratio_cap)
+
+
+def weighted(A: Tensor, l: Tensor, w: Tensor) -> Surrogate:
+    """J = sg[w] A l, dJ / dl = w A: the ratio, or what stands in for it, is only a weight."""
     slope = w * A
     return Surrogate(slope * l, slope_logp=slope, effective=w)
+
+
+def cispo(row: Row, r: Tensor, A: Tensor, l: Tensor, l0: Tensor) -> Surrogate:
+    """J = sg[w] A l, w = clip(r, 1 - low, 1 + high); dJ / dl = w A: cutting w never takes a gradient away."""
+    return weighted(A, l, r.clamp(1 - row.clip_low, 1 + row.clip_high))
+
+
+def topr(row: Row, r: Tensor, A: Tensor, l: Tensor, l0: Tensor) -> Surrogate:
+    """J = sg[w] A l, w = 1 where A > 0, min(r, c) elsewhere: what is already unlikely is not pushed down further."""
+    return weighted(A, l, torch.where(A > 0, 1.0, r.clamp(max=row.topr_cap)))
 
 
 def sapo(row: Row, r: Tensor, A: Tensor, l: Tensor, l0: Tensor) -> Surrogate:
@@ -133,77 +193,75 @@ def vespo(row: Row, r: Tensor, A: Tensor, l: Tensor, l0: Tensor) -> Surrogate:
     return Surrogate(slope * l, slope_logp=slope)
 
 
-def dppo_tv(row: Row, r: Tensor, A: Tensor, l: Tensor, l0: Tensor) -> Surrogate:
-    """J = sg[min(r, c)] A l; 0 where p - p0 > high (A > 0) or p0 - p > low (A <= 0), p = exp(l), p0 = exp(l0)."""
+def beyond_tv(row: Row, A: Tensor, l: Tensor, l0: Tensor) -> Tensor:
+    """Where p - p0 > high (A > 0) or p0 - p > low (A <= 0), p = exp(l), p0 = exp(l0)."""
     moved = l.exp() - l0.exp()
-    return _trusted(row, r, A, l, torch.where(A > 0, moved > row.clip_high, moved < -row.clip_low))
+    return torch.where(A > 0, moved > row.clip_high, moved < -row.clip_low)
+
+
+def beyond_kl(row: Row, A: Tensor, l: Tensor, l0: Tensor) -> Tensor:
+    """As beyond_tv, with p0 log(p0 / p) + (1 - p0) log((1 - p0) / (1 - p)) in place of the distance."""
+    p, p0 = l.exp(), l0.exp()
+    distance = p0 * (l0 - l) + (1 - p0) * ((1 - p0 + 1e-8) / (1 - p + 1e-8)).log()
+    return torch.where(A > 0, (distance > row.clip_high) & (p > p0), (distance > row.clip_low) & (p < p0))
+
+
+def dppo_tv(row: Row, r: Tensor, A: Tensor, l: Tensor, l0: Tensor) -> Surrogate:
+    """J = sg[min(r, c)] A l; 0 beyond the region of beyond_tv."""
+    return weighted(A, l, torch.where(beyond_tv(row, A, l, l0), 0.0, r.clamp(max=row.ratio_cap)))
 
 
 def dppo_kl(row: Row, r: Tensor, A: Tensor, l: Tensor, l0: Tensor) -> Surrogate:
-    """As dppo_tv, with p0 log(p0 / p) + (1 - p0) log((1 - p0) / (1 - p)) in place of the distance."""
-    p, p0 = l.exp(), l0.exp()
-    distance = p0 * (l0 - l) + (1 - p0) * ((1 - p0 + 1e-8) / (1 - p + 1e-8)).log()
-    beyond = torch.where(A > 0, (distance > row.clip_high) & (p > p0), (distance > row.clip_low) & (p < p0))
-    return _trusted(row, r, A, l, beyond)
+    """J = sg[min(r, c)] A l; 0 beyond the region of beyond_kl."""
+    return weighted(A, l, torch.where(beyond_kl(row, A, l, l0), 0.0, r.clamp(max=row.ratio_cap)))
 
 
-def _trusted(row: Row, r: Tensor, A: Tensor, l: Tensor, beyond: Tensor) -> Surrogate:
-    w = torch.where(beyond, 0.0, r.clamp(max=row.ratio_cap))
-    return Surrogate(w * A * l, slope_logp=w * A, effective=w)
+def region_tv(row: Row, r: Tensor, A: Tensor, l: Tensor, l0: Tensor) -> Surrogate:
+    """J = r A, 0 beyond the region of beyond_tv; dJ / d log r = J."""
+    b = torch.where(beyond_tv(row, A, l, l0), 0.0, r)
+    return Surrogate(b * A, slope_log_ratio=b * A, effective=b)
 
 
-SURROGATES = {
-    "plain": plain,
-    "clip": clip,
-    "dual_clip": dual_clip,
-    "capped_clip": capped_clip,
-    "cispo": cispo,
-    "sapo": sapo,
-    "vespo": vespo,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-}
+def region_kl(row: Row, r: Tensor, A: Tensor, l: Tensor, l0: Tensor) -> Surrogate:
+    """J = r A, 0 beyond the region of beyond_kl; dJ / d log r = J."""
+    b = torch.where(beyond_kl(row, A, l, l0), 0.0, r)
+    return Surrogate(b * A, slope_log_ratio=b * A, effective=b)
 
 
-# ------------------------------------------------------------------------------------------ step 5: KL
+_BAND = (CLIP_LOW, CLIP_HIGH)
+_TOKENS = {"ratios": ("token",), "because": "a region of probabilities compares tokens"}
 
-
-def kl_estimate(row: Row, logps: Tensor, anchor_logps: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimate of KL(policy || anchor) at each sampled token, and its slope d KL_t / d l_t. [...] -> [...], [...].
-
-    d = l - lr. k1: d, slope 1. k2: d^2/2, slope d. k3: exp(-d) + d - 1, slope 1 - exp(-d). abs: |d|, slope sign(d).
-    A limit cuts the value and its slope. kl_gradient "k2" keeps the value and takes slope d, which no limit cuts.
-    """
-    d = logps - anchor_logps
-    limited = d if math.isinf(row.kl_log_limit) else d.clamp(-row.kl_log_limit, row.kl_log_limit)
-    k1, k2, k3 = rl_lab.kl_estimates(limited, torch.zeros((), dtype=d.dtype).expand_as(d))
-    if row.kl == "k1":
-        value, slope = k1, torch.ones_like(d)
-    elif row.kl == "k2":
-        value, slope = k2, k1
-    elif row.kl == "k3":
-        value, slope = k3, k1 - k3  # 1 - exp(-d) = d - (exp(-d) + d - 1)
-    else:
-        value, slope = limited.abs(), limited.sign()
-    if not math.isinf(row.kl_limit):
-        slope = torch.where(value.abs() > row.kl_limit, 0.0, slope)
-        value = value.clamp(-row.kl_limit, row.kl_limit)
-    if limited is not d:
-        slope = torch.where(limited != d, 0.0, slope)
-    return value, d if row.kl_gradient == "k2" else slope
-
-
-def exact_kl(batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(policy || reference) at each counted prefix, and its slope d KL / d z_a = p_a (log p_a - log q_a - KL).
-
-    -> (N, T), (N, T, V), 0 in unused slots. logits of unused slots are never read.
-    """
-    logits, reference = batch.logits[mask], batch.ref_logits[mask]
-    kl = rl_lab.categorical_kl(logits, reference)
-    logp = logits.log_softmax(dim=-1)
-    p = logp.exp()
-    gap = (logp - reference.log_softmax(dim=-1)).masked_fill(p == 0, 0.0)
-    slope = p * (gap - kl.unsqueeze(-1))
-    everywhere = torch.zeros_like(batch.logits)
-    everywhere[mask] = slope
-    return torch.zeros_like(batch.logps).masked_scatter(mask, kl), everywhere
+SURROGATES: dict[str, SurrogateChoice] = {
+    "plain": SurrogateChoice("J = r A (without a ratio: A l)", plain, words="nothing holds the ratio back",
+        ratios=(*RATIOS,)),
+    "clip": SurrogateChoice("J = min(r A, clip(r, 1 - low, 1 + high) A)", clip, _BAND, has_band=True,
+        words="no gradient once the ratio has left the band on the side that A asks for"),
+    "dual_clip": SurrogateChoice("J = as clip; where A < 0 not below c A", dual_clip, (*_BAND, RATIO_CAP), has_band=True,
+        words="as clip, and a token with A < 0 has no gradient above c"),
+    "capped_clip": SurrogateChoice("J = min(min(r, c) A, clip(r, 1 - low, 1 + high) A)", capped_clip, (*_BAND, RATIO_CAP),
+        has_band=True, words="as dual_clip while c > 1 + high"),
+    "capped": SurrogateChoice("J = min(r, c) A", capped, (RATIO_CAP,), words="no gradient above c, whatever A; no floor"),
+    "cispo": SurrogateChoice("J = sg[clip(r, 1 - low, 1 + high)] A l", cispo, _BAND, has_band=True,
+        words="the clipped ratio is a weight: no token loses its gradient"),
+    "topr": SurrogateChoice("J = sg[w] A l, w = 1 where A > 0, min(r, topr_cap) elsewhere", topr,
+        (Number("topr_cap", 1.0, 0, INF, "largest weight of a token with A <= 0"),),
+        words="good answers are imitated, bad ones are pushed down only as far as they are still likely"),
+    "sapo": SurrogateChoice("J = (4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A", sapo,
+        (Number("tau_positive", 1.0, 1e-6, INF, "tau where A > 0"), Number("tau_negative", 1.05, 1e-6, INF, "tau elsewhere")),
+        words="a smooth gate in place of the clip"),
+    "vespo": SurrogateChoice("J = sg[w^k exp(lam - lam w)] A l, w = exp(sum_t(l - l0)), k and lam by the sign of A", vespo,
+        (Number("vespo_k_positive", 2.0, 0, INF), Number("vespo_lam_positive", 3.0, 1e-4, INF),
+         Number("vespo_k_negative", 3.0, 0, INF), Number("vespo_lam_negative", 2.0, 1e-4, INF)),
+        words="a smooth weight of the whole answer's ratio",
+        ratios=("token",), because="vespo makes its own ratio of answers"),
+    "dppo_tv": SurrogateChoice("J = sg[min(r, c)] A l; 0 where p - p0 is beyond high (A > 0) or p0 - p beyond low (A <= 0)",
+        dppo_tv, (*_BAND, RATIO_CAP), words="the region is one of probabilities, not of ratios", **_TOKENS),
+    "dppo_kl": SurrogateChoice(
+        "J = sg[min(r, c)] A l; 0 where KL(p0 || p) of token against rest is beyond the band on that side",
+        dppo_kl, (*_BAND, RATIO_CAP), words="the region is one of a two-outcome KL", **_TOKENS),
+    "region_tv": SurrogateChoice("J = r A; 0 where p - p0 is beyond high (A > 0) or p0 - p beyond low (A <= 0)", region_tv,
+        _BAND, words="dppo_tv without a cap, gradient through the ratio", **_TOKENS),
+    "region_kl": SurrogateChoice("J = r A; 0 where KL(p0 || p) of token against rest is beyond the band on that side",
+        region_kl, _BAND, words="dppo_kl without a cap, gradient through the ratio", **_TOKENS),
+}  # fmt: skip
+"""What J may be. A surrogate without `ratios` takes every ratio but "none" and "sequence_mean_of_clipped"."""

@@ -42,16 +42,19 @@ class Advantages(unittest.TestCase):
         """Groups of 4 and 3, interleaved; every baseline, scale, divisor and guard."""
         base = replace(ROWS["grpo"], kl="none")
         batch = self.batch()
-        baselines = ("none", *objectives.GROUP_BASELINES)
-        scales = ("none", "group_std", "batch_std_of_raw_rewards", "batch_std")
+        baselines = ("none", "batch_mean", *objectives.GROUP_BASELINES)
+        scales = ("none", "batch_std_of_raw_rewards", "batch_std", *objectives.GROUP_SCALES)
         for baseline, scale, ddof in itertools.product(baselines, scales, (0, 1)):
             for guard in objectives.CHOICES["std_guard"] if scale != "none" else ("add",):
-                if (baseline, scale) == ("none", "group_std"):
+                if baseline not in objectives.GROUP_BASELINES and scale in objectives.GROUP_SCALES:
                     continue  # refused, see test_rows_that_make_no_sense
                 # 0.3 is above the smallest and below the largest std and variance here, so that both floors act somewhere.
                 row = replace(base, baseline=baseline, scale=scale, std_ddof=ddof, std_guard=guard, std_eps=0.3)
-                wanted = slow_advantages(row, self.REWARDS, self.GROUPS, self.LENGTHS)
-                self.assert_all_close(objectives.compute_advantages(row, batch)[:, 0].tolist(), wanted)
+                rows = [row] if scale != "batch_std" else [row, replace(row, centre="none")]
+                rows += [replace(row, reward_clip=place, reward_limit=0.4) for place in ("before_baseline", "after_baseline")]
+                for row in rows:
+                    wanted = slow_advantages(row, self.REWARDS, self.GROUPS, self.LENGTHS)
+                    self.assert_all_close(objectives.compute_advantages(row, batch)[:, 0].tolist(), wanted)
 
     def test_grpo_is_the_atom(self):
         rewards = [1.0, 0.0, 0.5, 0.2, 0.0, 1.0]
@@ -120,6 +123,58 @@ class Advantages(unittest.TestCase):
         row = replace(ROWS["reinforce_pp"], scale="none", kl_coef=0.05)
         # to go: 1 - 0.05 * 0.4 * 2 = 0.96, then 0.98
         self.assert_all_close(objectives.compute_advantages(row, batch)[0, :2].tolist(), [0.96, 0.98])
+
+    def test_leave_one_out_std_and_maxrl_by_hand(self):
+        """[1, 0, 0.5]: the others of 1 are 0 and 0.5 (mean 0.25, sample std 0.353553): (1 - 0.25) / 0.353553 = 2.121320.
+        MaxRL, [1, 0, 0, 1]: (1 - 0.5) / 0.5 = 1; [1, 0, 0, 0]: 0.75 / 0.25 = 3, so the rare success weighs G - 1."""
+        row = replace(ROWS["grpo"], kl="none", baseline="leave_one_out", scale="leave_one_out_std", std_ddof=1, std_eps=0.0)
+        self.assertAlmostEqual(self.of(row, rewards=[1.0, 0.0, 0.5], groups=[0, 0, 0])[0], 0.75 / math.sqrt(0.125), 12)
+        with self.assertRaisesRegex(ValueError, "fewer than three answers"):
+            self.of(row, rewards=[1.0, 0.0], groups=[0, 0])
+        row = replace(ROWS["grpo"], kl="none", scale="group_mean", std_eps=0.0)
+        self.assert_all_close(self.of(row, rewards=[1.0, 0, 0, 1], groups=[0] * 4), [1.0, -1.0, -1.0, 1.0])
+        self.assert_all_close(self.of(row, rewards=[1.0, 0, 0, 0], groups=[0] * 4), [3.0, -1.0, -1.0, -1.0])
+        self.assert_all_close(self.of(row, rewards=[0.0] * 4, groups=[0] * 4), [0.0] * 4)  # no success, no signal
+
+    def test_kl_after_the_baseline(self):
+        """A = +-0.5, l0 - lr = 0.4, coef 0.05: each token loses 0.02 (outcome), or all that is still to come (to go). Before
+        the baseline the KL of the group would take part in the mean."""
+        batch = self.batch(rewards=[1.0, 0.0], groups=[0, 0])
+        batch = replace(batch, old_logps=batch.logps, ref_logps=batch.logps - 0.4 * batch.mask.double())
+        row = replace(ROWS["dr_grpo"], kl="k1", kl_coef=0.05, kl_place="after_baseline")
+        self.assert_all_close(objectives.compute_advantages(row, batch)[0, :2].tolist(), [0.48, 0.48])
+        row = replace(row, credit="reward_to_go", gamma=0.5)
+        # lengths 2: last token 0.5 - 0.02 = 0.48, first 0.5 * 0.48 - 0.02 = 0.22
+        self.assert_all_close(objectives.compute_advantages(row, batch)[0, :2].tolist(), [0.22, 0.48])
+        before = replace(row, kl_place="reward")  # R 0.96 and -0.12, A +-0.54, first token half of it
+        self.assert_all_close(objectives.compute_advantages(before, batch)[0, :2].tolist(), [0.27, 0.54])
+        clipped = replace(row, credit="outcome", reward_clip="after_baseline", reward_limit=0.3)
+        self.assert_all_close(objectives.compute_advantages(clipped, batch)[0, :2].tolist(), [0.28, 0.28])
+        kept = replace(row, baseline="none", credit="outcome", scale="none")
+        self.assert_all_close(objectives.compute_advantages(kept, batch)[0, :2].tolist(), [0.98, 0.98])
+
+    def test_whitening_over_padding_and_without_centring(self):
+        """A 1 on one token, -1 on three, two slots of padding. Counted: mean -0.5, var 3/4. Slots: sum -2 over 6, squares 4:
+        mean -1/3, var 4/6 - 1/9 = 5/9. Without centring: A / std."""
+        mask = torch.tensor([[True, False, False], [True, True, True]])
+        batch = make_batch(logps=-torch.ones(2, 3, dtype=torch.float64), mask=mask, advantages=[1.0, -1.0])
+        base = replace(ROWS["ppo@sb3-2.9.2"], std_ddof=0, std_eps=0.0, value_loss="none")
+        for changes, mean, std in (
+            ({}, -0.5, math.sqrt(3 / 4)),
+            ({"whiten_over": "slots"}, -1 / 3, math.sqrt(5 / 9)),
+            ({"centre": "none"}, 0.0, math.sqrt(3 / 4)),
+            ({"whiten_over": "slots", "centre": "none"}, 0.0, math.sqrt(5 / 9)),
+        ):
+            got = objectives.compute_advantages(replace(base, **changes), batch)[:, 0].tolist()
+            self.assert_all_close(got, [(1 - mean) / std, (-1 - mean) / std])
+
+    def test_advantages_averaged_before_a_ratio_of_answers(self):
+        """A_t = 1, 0 and 2, 2, -1: means 0.5 and 1, on every token of the answer."""
+        mask = torch.tensor([[True, True, False], [True, True, True]])
+        given = torch.tensor([[1.0, 0.0, 9.0], [2.0, 2.0, -1.0]], dtype=torch.float64)
+        batch = make_batch(logps=-torch.ones(2, 3, dtype=torch.float64), mask=mask, advantages=given)
+        row = replace(ROWS["gspo"], baseline="given", scale="none", advantage_level="answer_mean")
+        self.assertEqual(objectives.compute_advantages(row, batch).tolist(), [[0.5, 0.5, 0.0], [1.0, 1.0, 1.0]])
 
     def test_reward_to_go_and_greedy_baseline(self):
         """gamma 0.5, rewards 1, 0, 2: 1 + 0 + 0.25 * 2 = 1.5, then 1, then 2; less the greedy 0.5. A hole is skipped."""

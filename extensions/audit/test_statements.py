@@ -102,10 +102,13 @@ class TimesAFactor(unittest.TestCase):
         self.assertNotIn("nearest gradient", text)
 
     def test_an_accumulated_window_is_no_sum_for_mean(self):
-        # 2 micro-batches, 4 per generation batch: this trainer's mean is twice the mean over the micro-batch's tokens.
-        batch = with_loss(trainer_batch(), right, 2.0)
-        report = audited({**batch, "accumulation_steps": 2, "steps_per_generation": 4})
-        self.assertNotIn("mistake", [f.severity for f in report.findings], report.named())
+        # 2 micro-batches, 4 per generation batch: this trainer's mean is twice the mean over the micro-batch's tokens. With
+        # 4 rows, 2 times 2 steps is their number, too: a sum over rows, divided by the steps, is the same number.
+        for rows, steps, generation in ((4, 2, 4), (8, 4, 2)):
+            batch = with_loss(trainer_batch(rows), right, 2.0)
+            report = audited({**batch, "accumulation_steps": steps, "steps_per_generation": generation}, "bnpo")
+            with self.subTest(rows=rows):
+                self.assertEqual([f.name for f in report.findings if f.severity != "note"], [])
 
 
 class Severity(unittest.TestCase):
@@ -138,17 +141,22 @@ class Severity(unittest.TestCase):
         self.assertIn("std_eps_differs", audited({**batch, "advantages": [0.5 / (0.5**0.5 + 1e-3)] * 1 + [-0.5 / (0.5**0.5 + 1e-3)]}, "grpo@trl-1.16.0").named())  # fmt: skip
 
     def test_an_edge_of_the_clip_to_float32_rounding(self):
-        # One token of many sits on the edge 1.2 within the rounding of a float32 log-probability: either branch is right.
-        for side in (1e-8, -1e-8):
-            batch = trainer_batch()
-            batch["advantages"] = batch["advantages"].abs()
-            batch["logps"][1, 0] = batch["old_logps"][1, 0] + np.log(1.2) + side
+        # One token of 131,072 sits on the edge 1.2 within the rounding of a float32 log-probability: either branch is right.
+        generator = torch.Generator().manual_seed(1)
+        old = -torch.rand(4096, 32, generator=generator, dtype=torch.float64) - 0.5
+        batch = {
+            "logps": (old + 0.2 * torch.randn(old.shape, generator=generator, dtype=torch.float64)).clamp(max=-0.01),
+            "old_logps": old,
+            "mask": torch.ones(old.shape, dtype=torch.bool),
+            "advantages": torch.randn(4096, generator=generator, dtype=torch.float64).abs(),
+        }
+        for off, wrong in ((1e-8, False), (1e-3, True)):
+            batch["logps"][1, 0] = old[1, 0] + np.log(1.2) + off
             made = with_loss(batch, right)
             made["logps"] = made["logps"].clone()
-            made["logps"][1, 0] -= 2 * side  # what is stored lies on the other side
-            made = {name: np.asarray(value, dtype=np.float32) if name != "mask" else value for name, value in made.items()}
-            with self.subTest(side=side):
-                self.assertNotIn("gradient_differs_in_rows", audited(made).named())
+            made["logps"][1, 0] -= 2 * off  # what is stored lies on the other side of the edge
+            with self.subTest(off=off):
+                self.assertEqual("gradient_differs_in_rows" in audited(made).named(), wrong)
 
 
 class Findings(unittest.TestCase):

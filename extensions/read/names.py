@@ -75,9 +75,9 @@ _TOKEN = (
         "the same under the reference policy",
     ),
     _real(
-        "rollout_logps",
-        "sampling_per_token_logps rollout_per_token_logps rollout_log_probs rollout_log_prob rollout_logprobs vllm_logprobs "
-        "vllm_log_probs generation_logprobs inference_logprobs infer_logprobs infer_log_probs sampler_logps behave_logprobs "
+        "sampler_logps",
+        "rollout_logps sampling_per_token_logps rollout_per_token_logps rollout_log_probs rollout_log_prob rollout_logprobs vllm_logprobs "
+        "vllm_log_probs generation_logprobs inference_logprobs infer_logprobs infer_log_probs behave_logprobs "
         "behavior_logprobs behav_logp",
         "N T",
         "the same as the sampler (an inference engine) reported it",
@@ -98,6 +98,7 @@ _TOKEN = (
     _flag("tool_mask", "", "N T", "1 on tokens that the model wrote, 0 on a tool's"),
     _whole("completion_ids", "responses response_ids response_tokens response_tensors", "N T", "token ids of the answers"),
     _whole("input_ids", "", "N T+", "token ids of prompt and answer"),
+    _flag("selected_tokens", "", "N T", "tokens that a selection kept in the loss"),
     _whole("segment_ids", "packed_ids sequence_ids", "N T", "which answer a token of a packed row belongs to"),
     _whole("position_ids", "", "N T", "position of a token in its own sequence"),
     _real("token_level_rewards", "per_token_rewards", "N T", "reward of each token as the advantages read it"),
@@ -186,6 +187,7 @@ _NUMBERS = (
     _setting("entropy_coef", "ent_coef entropy_coeff", "coefficient of the entropy"),
     _setting("num_items_in_batch", "batch_num_tokens", "tokens of the optimiser step, over all ranks", 0),
     _setting("global_batch_size", "window_rows", "rows of the optimiser step, over all ranks", 0),
+    _setting("window_tokens", "", "tokens of the optimiser step as this rank sees it", 0),
     _setting("accumulation_steps", "gradient_accumulation_steps current_gradient_accumulation_steps", "micro-batches a step", 1, 1e12),
     _setting("world_size", "num_processes dp_size", "ranks", 1, 1e12),
     _setting("steps_per_generation", "", "optimiser micro-steps per generation batch", 1, 1e12),

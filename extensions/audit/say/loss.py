@@ -183,10 +183,10 @@ class LossVerdict:
         made = recomputed(self.recording, best)
         if made is None:
             return
-        text = f"through the engine: loss {made.loss.item():.6g}"
+        text = f"through the engine: loss {best.factor * made.loss.item():.6g}"
         gradient = self.recording.get("dloss_dlogps")
         if gradient is not None and np.isfinite(gradient).all():
-            off = made.dloss_dlogps - torch.as_tensor(gradient)
+            off = best.factor * made.dloss_dlogps - torch.as_tensor(gradient)
             off = torch.where(on_a_clip_edge(self.recording, best.fields), 0.0, off)
             size = max(float(np.linalg.norm(gradient)), 1e-30)
             whole = float(off.norm()) / size
@@ -247,7 +247,7 @@ class LossVerdict:
         severity, done = "warning" if self.unsure else "mistake", set()
         for name in names:
             key = _declared_finding(name, names, same, self.wanted)
-            if key is None or key in done:
+            if key is None or key in done or key in self.report.named():
                 continue
             done.add(key)
             got = {**LOSS_DEFAULTS, **match.fields}.get(name)

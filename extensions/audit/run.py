@@ -14,7 +14,8 @@ from extensions.audit.checks.metrics import metric_findings
 from extensions.audit.declared import Declared
 from extensions.audit.read.recording import Recording, check_numbers
 from extensions.audit.say.advantages import say_advantages, say_time
-from extensions.audit.say.loss import LossVerdict, say_value_loss
+from extensions.audit.say.critic import say_value_loss
+from extensions.audit.say.loss import LossVerdict
 from extensions.audit.say.pairs import say_pairs
 from extensions.audit.say.report import Report
 from extensions.audit.search.advantages import search_advantages

@@ -15,6 +15,7 @@ from extensions.audit.checks.advice import unread_words
 from extensions.audit.read.recording import Recording
 from extensions.audit.search.level import in_level_group
 from extensions.audit.search.masks import last_counted
+from extensions.audit.tolerance import LOG_PROBABILITY, RATIO
 
 
 # ------------------------------------------------------------------------------------------ the batch in words
@@ -161,7 +162,7 @@ def _positive_logps(recording: Recording) -> list[Finding]:
         if value is None or value.ndim != 2:
             continue
         with np.errstate(all="ignore"):
-            above = value > 1e-4
+            above = value > LOG_PROBABILITY
         if above.any():
             names.append(name)
             rows |= set(np.flatnonzero(above.any(1)).tolist())
@@ -282,8 +283,8 @@ def _ratios(recording: Recording) -> list[Finding]:
     if not np.isfinite(gap).all():
         return []
     out = []
-    if step == 0 and np.abs(gap).max(initial=0) > 1e-3:
-        share = 100 * (np.abs(gap) > 1e-3).mean()
+    if step == 0 and np.abs(gap).max(initial=0) > RATIO:
+        share = 100 * (np.abs(gap) > RATIO).mean()
         text = f"Ratios {np.exp(gap.min()):.6g} to {np.exp(gap.max()):.6g}, {share:.0f} % of the tokens off 1."
         for name, neutral in (("temperature", 1), ("top_k", 0)):
             if recording.number(name, neutral) not in (neutral, 0):
@@ -293,7 +294,7 @@ def _ratios(recording: Recording) -> list[Finding]:
                 "first_pass_ratio_not_one",
                 "warning",
                 text,
-                np.flatnonzero((np.abs(np.where(mask, new - old, 0)) > 1e-3).any(1)),
+                np.flatnonzero((np.abs(np.where(mask, new - old, 0)) > RATIO).any(1)),
             )
         )
     if step >= 1 and not np.abs(gap).any():

@@ -9,6 +9,7 @@ import rl_lab
 from extensions.audit.catalogue import Finding, finding
 from extensions.audit.read.recording import Recording
 from extensions.audit.search.masks import mask_edits
+from extensions.audit.tolerance import LOGGED, METRIC, NOTHING, SUM_OVER_ANSWER
 
 
 # ------------------------------------------------------------------------------------------ reported metrics
@@ -28,9 +29,9 @@ def _near(reported, computed, eps: float) -> bool:
     return bool(
         (
             np.abs(reported - computed)
-            <= max(3e-6, 2 * eps) * max(1.0, float(np.abs(computed).max()) if computed.size else 1)
+            <= max(METRIC, 2 * eps) * max(1.0, float(np.abs(computed).max()) if computed.size else 1)
         ).all()
-    ) and (computed.size > 1 or abs(float(reported) - float(computed)) <= max(2e-5, 4 * eps) * abs(float(computed)) + 1e-9)
+    ) and (computed.size > 1 or abs(float(reported) - float(computed)) <= max(SUM_OVER_ANSWER, 4 * eps) * abs(float(computed)) + NOTHING)
 
 
 def _kl_metric(recording: Recording, lines: list[str]) -> list[Finding]:
@@ -102,7 +103,7 @@ def _kl_named(recording, lines, a, mask, array, number) -> list[Finding]:
         for how, reported, computed in shapes:
             if (
                 _near(reported, computed, recording.eps)
-                and float(np.abs(computed).max() if np.ndim(computed) else abs(computed)) > 1e-9
+                and float(np.abs(computed).max() if np.ndim(computed) else abs(computed)) > NOTHING
             ):
                 matched.append((name, mistake, how, slope))
     out = []
@@ -155,11 +156,11 @@ def _shaped_rewards(recording: Recording, lines: list[str]) -> list[Finding]:
     if not (np.isfinite(k1).all() and np.isfinite(taken).all()) or not (k1 != 0).any():
         return []
     coef = float(k1 @ taken / (k1 @ k1))
-    if np.abs(taken - coef * k1).max() > 1e-5 * max(1.0, float(np.abs(taken).max())):
+    if np.abs(taken - coef * k1).max() > LOGGED * max(1.0, float(np.abs(taken).max())):
         lines.append("token_level_rewards: not the scores less a multiple of the KL (k1)")
         return []
     lines.append(f"token_level_rewards: scores less {coef:.4g} times k1 of the policy that sampled")
-    if coef < -1e-9:
+    if coef < -NOTHING:
         return [finding("kl_sign", "mistake", f"token_level_rewards add {-coef:.4g} times k1 to the scores.")]
     return []
 
@@ -181,7 +182,7 @@ def _clip_metric(recording: Recording, lines: list[str]) -> list[Finding]:
     }
     for name, chosen in definitions.items():
         for how, value in (("of the counted tokens", chosen.sum() / mask.sum()), ("of all slots", chosen.sum() / mask.size)):
-            if abs(reported - value) < 1e-5:
+            if abs(reported - value) < LOGGED:
                 lines.append(f"clip fraction: {name}, share {how}")
                 if name.startswith("ratio outside") or name.startswith("clipped branch"):
                     return []
@@ -204,7 +205,7 @@ def _sequence_sums(recording: Recording, lines: list[str]) -> list[Finding]:
     def sums(chosen: np.ndarray) -> np.ndarray:
         return np.where(chosen, np.where(np.isfinite(a["logps"]), a["logps"], 0.0), 0.0).sum(1)
 
-    tolerance = 2e-5 * max(1.0, float(np.abs(reported).max()))
+    tolerance = SUM_OVER_ANSWER * max(1.0, float(np.abs(reported).max()))
     if np.abs(sums(mask) - reported).max() <= tolerance:
         lines.append("log-probability of an answer: sum over its counted tokens")
         return []
@@ -244,10 +245,10 @@ def _entropy_metric(recording: Recording, lines: list[str]) -> list[Finding]:
     for words, entropy in (("the entropies", entropies), ("-logps", estimate)):
         if entropy is None or not np.isfinite(entropy) or entropy == 0:
             continue
-        if abs(reported + entropy) <= 1e-5 * abs(entropy):
+        if abs(reported + entropy) <= LOGGED * abs(entropy):
             lines.append(f"entropy loss: minus the mean of {words}")
             return []
-        if abs(reported - entropy) <= 1e-5 * abs(entropy):
+        if abs(reported - entropy) <= LOGGED * abs(entropy):
             lines.append(f"entropy loss: plus the mean of {words}")
             pushed = recording.get("dloss_dentropies")
             evidence = f"The log named an entropy loss, {reported:.6g}, is plus the mean of {words}"

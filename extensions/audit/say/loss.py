@@ -24,12 +24,11 @@ from extensions.audit.say.report import (
     tie_lines,
     tied,
 )
-from extensions.audit.search.forms import Form, Spec, build_batch
-from extensions.audit.search.loss import VALUE_COEFS, value_forms
+from extensions.audit.search.forms import build_batch
 from extensions.audit.search.masks import mask_edits
 from extensions.audit.search.match import LOSS_DEFAULTS, LossResult, Match, against, rows_with
 from extensions.audit.search.rules import AdvantageResult
-from extensions.audit.search.screen import Screen, Target
+from extensions.audit.tolerance import GRADIENT, SETTING, SHOWN
 from extensions.objectives import Row, evaluate
 
 NEAR = 0.1
@@ -174,7 +173,7 @@ class LossVerdict:
         evidence = f"{best.label()} has the recorded gradient within {best.residual:.1e}"
         evidence += f"; its value differs by {best.gap:.6g}."
         times = self.loss / expected if abs(expected) > 1e-12 else math.nan
-        if abs(times - round(times, 0)) < 1e-4:
+        if abs(times - round(times, 0)) < SHOWN:
             evidence += f" Reported is {times:.6g} times the value that the gradient belongs to."
         self.report.findings.append(finding("gradient_value_disagree", "warning", evidence))
 
@@ -191,7 +190,7 @@ class LossVerdict:
             size = max(float(np.linalg.norm(gradient)), 1e-30)
             whole = float(off.norm()) / size
             text += f", gradient within {whole:.1e} of its size"
-            if best.residual is not None and whole > 10 * max(best.residual, 1e-5, self.recording.eps):
+            if best.residual is not None and whole > 10 * max(best.residual, GRADIENT, self.recording.eps):
                 # The search compares the gradient on some rows of a large batch: these were not among them.
                 rows = np.flatnonzero(off.norm(dim=1) > 1e-4 * size / math.sqrt(len(off)))
                 differs = "agrees with the best match in most rows, and not in those below"
@@ -393,7 +392,7 @@ def recomputed(recording: Recording, match: Match):
 
 def _is_lower_bound_wrong(fields: dict) -> bool:
     """The band [1 - low, 1 + high] is [eps, 1 + eps]."""
-    return fields["clip_low"] >= 0.5 and abs(fields["clip_low"] + fields["clip_high"] - 1) < 1e-3
+    return fields["clip_low"] >= 0.5 and abs(fields["clip_low"] + fields["clip_high"] - 1) < SETTING
 
 
 _FIELD_FINDINGS = {
@@ -430,7 +429,7 @@ def _declared_finding(name: str, names: list[str], same: list[Match], wanted: di
             return "clip_one_sided"
     elif name == "kl" and got == "k1":
         return "kl_estimator_gradient"
-    elif name == "kl_coef" and isinstance(expected, float) and expected and abs(got - expected**2) < 1e-3 * expected**2:
+    elif name == "kl_coef" and isinstance(expected, float) and expected and abs(got - expected**2) < SETTING * expected**2:
         return "beta_twice"
     elif name in ("kl_weight", "kl_gradient", "kl_coef") and "kl" in names:
         return None
@@ -443,61 +442,3 @@ def _rows_of_edit(recording: Recording, name: str) -> list[int]:
         return []
     edit = mask_edits(recording).get(name)
     return [] if edit is None else np.flatnonzero((edit != recording.arrays["mask"]).any(1)).tolist()
-
-
-# ------------------------------------------------------------------------------------------ critic alone
-
-
-def say_value_loss(recording: Recording, report: Report) -> None:
-    lines = report.lines.setdefault("loss", [])
-    if "returns" not in recording.arrays or ("loss" not in recording.numbers and "dloss_dvpreds" not in recording.arrays):
-        report.missing.append("returns, values, vpreds, loss and dloss_dvpreds")
-        lines.append("not checked: the critic's loss needs vpreds, returns and the loss")
-        return
-    mask = torch.as_tensor(recording.arrays["mask"])
-    gradient = recording.get("dloss_dvpreds")
-    target = Target(
-        recording.number("loss"), None if gradient is None else torch.as_tensor(gradient), recording.eps
-    )
-    batch = build_batch(recording, advantages=np.ones(len(mask)))
-    result = LossResult()
-    report.gradient["recorded"] = gradient is not None
-    screen = Screen(recording, batch, target, result)
-
-    def spec(fields: dict, coef: float, value, slope, mistake) -> Spec:
-        made = Form(-coef * torch.where(mask, value, 0.0), -coef * torch.where(mask, slope, 0.0))
-        return Spec({**fields, "value_coef": coef}, mistake, lambda _: made)
-
-    tried = [
-        spec(fields, coef, value, slope, mistake)
-        for fields, value, slope, mistake in value_forms(recording, mask)
-        for coef in VALUE_COEFS
-    ]
-    screen.try_forms(screen.digest(tried), kl="none")
-    result.matches.sort(key=lambda m: m.order)
-    strong = [m for m in result.matches if not m.weak]
-    result.matches = strong or result.matches
-    if result.matches:
-        result.mistakes = []
-    result.mistakes.sort(key=lambda m: m.order)
-    report.loss = {
-        "matches": [match_json(m) for m in result.matches[:MOST_MATCHES]],
-        "tried": result.tried,
-        "reported": recording.number("loss"),
-    }
-    if result.matches:
-        best = result.matches[0]
-        lines.append(best.label())
-        report.gradient["agrees"] = True if best.residual is not None else None
-        decide = tie_lines([m.fields for m in tied(result.matches)], DECIDES_LOSS, LOSS_DEFAULTS)
-        lines += decide
-        report.cannot_tell += [f"loss: {line}" for line in decide]
-    elif result.mistakes:
-        best = result.mistakes[0]
-        lines.append(f"{best.label()}, with a mistake: {CATALOGUE[best.mistakes[0]].what}")
-        report.findings.append(finding(best.mistakes[0], "mistake", f"With it, {best.label()} gives the reported loss."))
-        report.gradient["agrees"] = False if best.residual is not None else None
-    else:
-        lines.append("none of the hypotheses gives what was reported")
-        report.findings.append(finding("not_reproduced", "warning", f"Critic: {result.tried} hypotheses tried."))
-    lines.append(f"{result.tried} hypotheses tried")

@@ -23,6 +23,7 @@ from extensions.audit.read.recording import Recording
 from extensions.audit.search.level import in_level_group
 from extensions.audit.search.masks import last_counted
 from extensions.audit.search.rules import KL_IN_REWARD, AdvantageMatch, AdvantageResult, advantage_batch, rules
+from extensions.audit.tolerance import ADVANTAGE, COARSE, TWO_ULPS
 from extensions.objectives import Batch, Row, arrange_groups, compute_advantages, standardise_over_tokens
 
 
@@ -43,9 +44,9 @@ def _reported(recording: Recording) -> _Reported:
     A = A.unsqueeze(1).expand(mask.shape) if A.dim() == 1 else A
     used = A[mask]
     largest = float(used.abs().max()) if used.numel() else 0.0
-    scale = 1 if recording.eps < 1e-5 else 4 * recording.eps / 1.2e-6
+    scale = 1 if recording.eps < COARSE else 4 * recording.eps / ADVANTAGE
     noise = torch.as_tensor(_reward_noise(recording.arrays, len(mask))).unsqueeze(1)
-    return _Reported(torch.where(mask, A, 0.0), mask, scale * (1.2e-6 * max(1.0, largest) + noise))
+    return _Reported(torch.where(mask, A, 0.0), mask, scale * (ADVANTAGE * max(1.0, largest) + noise))
 
 
 def _reward_noise(arrays: dict[str, np.ndarray], rows: int) -> np.ndarray:
@@ -59,7 +60,7 @@ def _reward_noise(arrays: dict[str, np.ndarray], rows: int) -> np.ndarray:
     if raw is None or not np.isfinite(raw).any():
         return np.zeros(rows)
     finite = np.isfinite(raw)
-    lost = 2.4e-7 * np.abs(raw[finite]).max()
+    lost = TWO_ULPS * np.abs(raw[finite]).max()
     noise = np.full(len(raw), min(lost / max(raw[finite].std(), 1e-3), 1e-5))
     if ids is not None and ids.shape == raw.shape:
         _, inverse = np.unique(ids, return_inverse=True)

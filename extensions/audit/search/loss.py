@@ -27,6 +27,7 @@ from torch import Tensor
 
 import rl_lab
 from extensions.audit.read.recording import Recording
+from extensions.audit.search.digest import Target
 from extensions.audit.search.edits import mistaken_specs, without_far_rows
 from extensions.audit.search.forms import (
     CLIP_PAIRS,
@@ -40,7 +41,8 @@ from extensions.audit.search.forms import (
 )
 from extensions.audit.search.masks import mask_edits
 from extensions.audit.search.match import Extra, LossResult, _unique, against
-from extensions.audit.search.screen import Screen, Target
+from extensions.audit.search.screen import Screen
+from extensions.audit.tolerance import GRADIENT
 from extensions.objectives import Batch
 
 ENTROPY_COEFS = (0.01, 0.001, 0.005, 0.02, 0.05, 0.1, 0.002, 0.003, 0.0005, 0.0001)
@@ -99,7 +101,7 @@ def extra_terms(recording: Recording, mask: Tensor) -> list[Extra]:
             if gradient is not None:
                 g, s = torch.as_tensor(gradient)[mask], slope[mask] / counted
                 coef = float((g * s).sum() / (s * s).sum()) if bool((s != 0).any()) else 0.0
-                if not coef or float((g - coef * s).norm()) > 1e-5 * float(g.norm()):
+                if not coef or float((g - coef * s).norm()) > GRADIENT * float(g.norm()):
                     continue
                 coefs = (float(f"{coef:.5g}"),)
             critic += [({**fields, "value_coef": c}, c * mean, mistake) for c in coefs]

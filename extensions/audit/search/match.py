@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from extensions.audit.tolerance import SETTING, SHOWN
 from extensions.objectives import ROWS, Row
 
 Extra = tuple[dict, float, "str | None"]
@@ -26,7 +27,7 @@ class Match:
     weak: bool = False  # a number was solved that the recording should hold
 
     def label(self) -> str:
-        return describe(self.fields) + (f", times {self.factor:.6g}" if abs(self.factor - 1) > 1e-4 else "")
+        return describe(self.fields) + (f", times {self.factor:.6g}" if abs(self.factor - 1) > SHOWN else "")
 
 
 @dataclass
@@ -126,7 +127,7 @@ def differing(fields: dict, declared: dict) -> list[str]:
     for name in declared.keys() & fields.keys():
         got, wanted = fields[name], declared[name]
         if isinstance(wanted, float) and isinstance(got, (int, float)):
-            same = got == wanted or math.isclose(got, wanted, rel_tol=1e-3)
+            same = got == wanted or math.isclose(got, wanted, rel_tol=SETTING)
         else:
             same = got == wanted
         if not same:

@@ -10,6 +10,7 @@ import numpy as np
 
 from extensions.audit.read.recording import Recording
 from extensions.audit.search.rules import GAMMAS, LAMS, AdvantageMatch, AdvantageResult
+from extensions.audit.tolerance import COARSE, TERM
 
 
 # ------------------------------------------------------------------------------------------ environments: time
@@ -249,7 +250,7 @@ def search_time(recording: Recording) -> AdvantageResult:
             for name, reported in x.reported.items():
                 made = A if name == "advantages" else A + x.values
                 tolerance = (
-                    2e-6 * max(1.0, float(np.abs(reported).max())) * (1 if recording.eps < 1e-5 else recording.eps / 1e-6)
+                    TERM * max(1.0, float(np.abs(reported).max())) * (1 if recording.eps < COARSE else recording.eps / 1e-6)
                 )
                 gap = float(np.abs(made - reported).max())
                 if gap <= tolerance:
@@ -275,7 +276,7 @@ def search_time(recording: Recording) -> AdvantageResult:
         if "advantages" in x.reported:
             result.tried += 1
             gap = float(np.abs(x.rewards - x.values - x.reported["advantages"]).max())
-            if gap <= 2e-6 * max(1.0, float(np.abs(x.rewards).max())):
+            if gap <= TERM * max(1.0, float(np.abs(x.rewards).max())):
                 result.mistakes.append(
                     AdvantageMatch(
                         {"baseline": "gae", "gamma": 0.0, "lam": 0.0, "scale": "none"}, ("reward_minus_value",), gap

@@ -18,6 +18,7 @@ from torch import Tensor
 from extensions.audit.read.recording import Recording
 from extensions.audit.search.masks import mask_edits
 from extensions.audit.search.screen import FACTORS
+from extensions.audit.tolerance import COARSE, FACTOR, PAIR_GRADIENT, PAIR_VALUE, SHOWN, TERM
 from extensions.objectives import PREFERENCE_ROWS, PreferenceRow, Preferences, evaluate_preference, make_preferences
 
 BETAS = (0.1, 0.01, 0.05, 0.2, 0.3, 0.5, 1.0, 2.0, 2.5, 0.02, 0.04, 0.03, 10.0)
@@ -63,7 +64,7 @@ class PairMatch:
             f", {name.replace('_', ' ')} {value:g}" if isinstance(value, float) else f", {name} {value}"
             for name, value in f.items()
         )
-        return text + (f", times {self.factor:.6g}" if abs(self.factor - 1) > 1e-4 else "")
+        return text + (f", times {self.factor:.6g}" if abs(self.factor - 1) > SHOWN else "")
 
     def names(self) -> list[str]:
         """Named rows that make these choices (constants that a user sets are not compared)."""
@@ -227,8 +228,8 @@ class _Compare:
             return
         value, gradient, size = made
         tolerance = (
-            (2e-6 if self.gradient is None else 5e-6) * max(size, abs(value)) + 1e-8
-            if self.recording.eps < 1e-5
+            (TERM if self.gradient is None else PAIR_VALUE) * max(size, abs(value)) + 1e-8
+            if self.recording.eps < COARSE
             else 4 * self.recording.eps * size
         )
         f, residual = 1.0, None
@@ -242,7 +243,7 @@ class _Compare:
             else:
                 f = ga / aa
                 residual = math.sqrt(max(gg - ga * ga / aa, 0.0) / max(gg, 1e-300)) if gg else 1.0
-                limit = 2e-5 if self.recording.eps < 1e-5 else 4 * self.recording.eps
+                limit = PAIR_GRADIENT if self.recording.eps < COARSE else 4 * self.recording.eps
                 if residual > limit:
                     return
                 if int((g != 0).sum()) < 2 and abs(f - 1) > limit:
@@ -260,10 +261,10 @@ class _Compare:
             if residual is None and (gap is None or abs(gap) > tolerance * abs(f)):
                 continue
             if residual is not None and gap is not None:
-                if abs(gap) <= tolerance * abs(f) + 3e-5 * abs(value) * (abs(f - 1) > 1e-4):
+                if abs(gap) <= tolerance * abs(f) + FACTOR * abs(value) * (abs(f - 1) > SHOWN):
                     by = "gradient and value"
             all_mistakes, remarks = list(mistakes), [remark] if remark else []
-            slack = 3e-5 if residual is not None else 1e-12
+            slack = FACTOR if residual is not None else 1e-12
             factor = 1.0
             if abs(f - 1) > slack:
                 factor, inverse = f, round(1 / f) if f else 0

@@ -18,7 +18,6 @@ from extensions.audit.run import audit
 from extensions.audit.say.report import printed
 from extensions.audit.search.pairs import is_preference
 from extensions.read import SUFFIXES
-from extensions.read.limits import one_line
 from extensions.read.names import table_text
 
 
@@ -88,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(text)
         sys.stdout.flush()
     except rl_lab.FileProblem as problem:
-        parser.exit(2, f"{parser.prog}: error: {one_line(problem)}\n")
+        parser.exit(2, f"{parser.prog}: error: {rl_lab.one_line(problem)}\n")
     except MemoryError:
-        parser.exit(2, f"{parser.prog}: error: {one_line(arguments.batch)}: does not fit into memory\n")
+        parser.exit(2, f"{parser.prog}: error: {rl_lab.one_line(arguments.batch)}: does not fit into memory\n")
     except BrokenPipeError:
         _silence_stdout()  # the reader went away (head, less): what it has not read, it does not know
         sys.exit(2)
@@ -113,7 +112,7 @@ def _own_error(problem: Exception) -> str:
     frame = traceback.extract_tb(problem.__traceback__)[-1]
     place = f"{Path(frame.filename).name}:{frame.lineno}"
     return (
-        f"an error inside the audit ({type(problem).__name__} at {place}: {one_line(problem)[:160]}); "
+        f"an error inside the audit ({type(problem).__name__} at {place}: {rl_lab.one_line(problem)[:160]}); "
         "please report it, with the file if you can"
     )
 
@@ -139,7 +138,7 @@ def _work(parser: rl_lab.LabParser, arguments) -> tuple[str, bool]:
     if arguments.json is not None:
         rl_lab.check_writable([arguments.json], expected_bytes=20_000)
     recording = read_recording(arguments.batch)
-    shown = one_line(arguments.batch)
+    shown = rl_lab.one_line(arguments.batch)
     if declared is not None and declared.is_pairs != is_preference(recording):
         kind = "pairs" if declared.is_pairs else "rollouts"
         parser.error(f"argument --declared: {arguments.declared} is a row for {kind}, and {shown} holds the other kind")

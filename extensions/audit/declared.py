@@ -37,10 +37,7 @@ class Declared:
         fields: dict = {"ratio": row.ratio, "reduction": row.reduction}
         if row.ratio != "none":
             fields["surrogate"] = row.surrogate
-            if (
-                row.surrogate in ("clip", "dual_clip", "capped_clip", "cispo", "dppo_tv", "dppo_kl")
-                or row.ratio == "sequence_mean_of_clipped"
-            ):
+            if row.reads("clip_low"):
                 low = recording.number("clip_low", row.clip_low) if "clip_low" not in self.set_fields else row.clip_low
                 high = recording.number("clip_high", row.clip_high) if "clip_high" not in self.set_fields else row.clip_high
                 if row.surrogate == "cispo":

@@ -208,7 +208,9 @@ BASELINES: dict[str, Choice] = {
 GROUP_BASELINES = tuple(BASELINES)
 
 OTHER_BASELINES: dict[str, Choice] = {
-    "given": Choice("A as the batch holds it: a length penalty or a KL in the reward is in it already", needs=("advantages",)),
+    "given": Choice(
+        "A as the batch holds it: a length penalty or a KL in the reward is in it already", needs=("advantages",)
+    ),
     "none": Choice("A = R", needs=("rewards",)),
     "batch_mean": Choice("A_i = R_i - mean of the whole batch", needs=("rewards",)),
     "greedy": Choice("A = R - reward of the greedy answer to the same prompt", needs=("rewards", "reward_baselines")),
@@ -270,7 +272,7 @@ REWARD_CLIPS: dict[str, Choice] = {
     "none": Choice("rewards are not cut"),
     "before_baseline": Choice("R cut to [-limit, limit] before a KL is subtracted and before any baseline",
         numbers=(REWARD_LIMIT,)),
-    "after_baseline": Choice("what baseline and group scale have left is cut to [-limit, limit], before a KL after the baseline",
+    "after_baseline": Choice("what baseline and group scale leave is cut to [-limit, limit], before a KL after the baseline",
         numbers=(REWARD_LIMIT,)),
 }  # fmt: skip
 

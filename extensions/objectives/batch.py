@@ -74,7 +74,11 @@ class Batch:
         return self.row_ids is not None and self.gen_rewards is not None
 
 
-PER_TOKEN = ("old_logps", "ref_logps", "sampler_logps", "token_level_rewards", "values", "next_values", "vpreds", "returns", "entropies")
+PER_TOKEN = (
+    "old_logps", "ref_logps", "sampler_logps", "token_level_rewards", "values", "next_values", "vpreds", "returns",
+    "entropies",
+)  # fmt: skip
+PER_ROW = ("rewards", "reward_baselines")
 PER_TOKEN_FLAGS = ("terminated", "boundary", "selected_tokens")
 GENERATION = ("gen_rewards", "gen_rewards_per_func", "gen_group_ids", "gen_lengths", "gen_kl")
 
@@ -218,15 +222,16 @@ _KINDS = {
     **dict.fromkeys(("gen_group_ids", "gen_lengths"), "whole_numbers"),
     **dict.fromkeys(("rewards_per_func", "reward_weights", "gen_rewards", "gen_rewards_per_func", "gen_kl"), "numbers"),
     **dict.fromkeys(("window_tokens", "window_rows", "budget"), "count"),
+    **dict.fromkeys(PER_ROW, "row_numbers"),
     "rewards": "row_rewards",  # NaN: missing
-    "reward_baselines": "row_numbers",
     "truncated": "row_flags",
     "accumulation_steps": "whole_count",
 }
 
 
 def floating(name: str, value, dtype: torch.dtype | None) -> Tensor:
-    tensor = torch.as_tensor(value).detach()
+    # A list of Python floats holds doubles; torch alone would round them to float32 on the way.
+    tensor = torch.as_tensor(np.asarray(value) if isinstance(value, (list, tuple, float)) else value).detach()
     if dtype is None and not tensor.is_floating_point():
         raise TypeError(f"{name}: got dtype {tensor.dtype}, wanted floating point numbers")
     if tensor.is_complex() or tensor.dtype == torch.bool:

@@ -24,7 +24,8 @@ from extensions.objectives.explain import (
 from extensions.objectives.figure import draw
 from extensions.objectives.pairs import PreferenceRow, evaluate_preference
 from extensions.objectives.reader import read_batch
-from extensions.objectives.rows import PREFERENCE_ROWS, ROWS
+from extensions.objectives.rows import ROWS
+from extensions.objectives.rows_pairs import PREFERENCE_ROWS
 from extensions.objectives.small import small_batch, small_preferences
 from extensions.objectives.worked import print_examples
 EXAMPLES = """\

@@ -10,7 +10,6 @@ import rl_lab
 from extensions.objectives.batch import Batch, make_batch
 from extensions.objectives.pairs import Preferences, make_preferences
 from extensions.read import read_arrays
-from extensions.read.limits import one_line
 from extensions.read.named import named
 
 COUNTS = ("num_items_in_batch", "steps_per_generation", "world_size", "accumulation_steps", "budget", "window_tokens")
@@ -53,7 +52,7 @@ def read_batch(path: Path) -> ReadersBatch:
             held["window_rows"] = read.numbers["global_batch_size"]
         batch, preferences, used = _made(held)
     except (rl_lab.FileProblem, TypeError, ValueError) as problem:
-        raise rl_lab.FileProblem(f"--batch {one_line(path)}: {one_line(problem)}") from problem
+        raise rl_lab.FileProblem(f"--batch {rl_lab.one_line(path)}: {rl_lab.one_line(problem)}") from problem
     roles = {role: name for name, role in read.renamed.items()}
     here = {theirs: ours for ours, theirs in NAMES_HERE.items()}
     names = {roles.get(here.get(name, name), here.get(name, name)) for name in used} | {"window_rows"}

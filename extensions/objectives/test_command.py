@@ -7,9 +7,11 @@ import importlib.util
 import io
 import math
 import os
+import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -109,6 +111,13 @@ class CommandLine(unittest.TestCase):
             self.assertIn("-0.094331", line)
         with self.assertRaisesRegex(rl_lab.FileProblem, "grpo also needs old_logps"):
             self.run_main("--batch", str(CAPTURES / "trl_kto_default.npz"), "--objective", "grpo")
+
+    def test_a_file_problem_names_the_command(self):
+        """A package's command is `python -m extensions.objectives`, a file's its name: never __main__.py."""
+        for argv, name in (("lab/extensions/objectives/__main__.py", "python -m extensions.objectives"), ("lab/a.py", "a.py")):
+            with mock.patch.object(sys, "argv", [argv]), self.assertRaises(SystemExit) as stopped:
+                rl_lab.run_command(lambda: self.run_main("--batch", "no-such-file.npz"))
+            self.assertEqual(stopped.exception.code, f"{name}: error: --batch no-such-file.npz: No such file or directory")
 
     def test_wrong_flags_exit_with_2(self):
         for arguments, message in (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from extensions.read.jsonl import read_jsonl
-from extensions.read.limits import Array, bytes_in_use, one_line, refuse_above
+from extensions.read.limits import Array, bytes_in_use, refuse_above
 from extensions.read.npz import read_npz
 from extensions.read.pt import read_pt
-from rl_lab import FileProblem
+from rl_lab import FileProblem, one_line
 
 
 def read_safetensors(path: Path, size: int) -> dict[str, Array]:

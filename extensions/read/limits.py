@@ -1,4 +1,4 @@
-"""How large a file's contents may become, and how its names are printed."""
+"""How large a file's contents may become."""
 
 from __future__ import annotations
 
@@ -36,11 +36,6 @@ def bytes_in_use(value: Array) -> int:
     cells = value.numel() if isinstance(value, torch.Tensor) else value.size
     is_flag = value.dtype in (torch.bool, np.dtype(bool))
     return cells * (1 if is_flag else max(8, value.dtype.itemsize))
-
-
-def one_line(text: object) -> str:
-    """Any text or file name as one line that can be printed: a newline becomes \\n, a byte that is no UTF-8 \\udcff."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 ZIP_PROBLEMS = (

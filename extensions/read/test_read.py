@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from extensions.read import CANONICAL, FIELDS, did_you_mean, read_arrays, roles
-from extensions.read.limits import limit, one_line
+from extensions.read.limits import limit
 from extensions.read.named import named
 from extensions.read.names import NUMBERS, ROW_ARRAYS, SECOND_ROLE, TOKEN_ARRAYS, table_text
 from extensions.read.pt import _bytes_of
-from rl_lab import FileProblem
+from rl_lab import FileProblem, one_line
 from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 
 

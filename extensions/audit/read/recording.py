@@ -16,10 +16,9 @@ import torch
 
 from extensions.audit.read.layout import arrange
 from extensions.read import read_arrays
-from extensions.read.limits import one_line
 from extensions.read.named import named
 from extensions.read.names import FIELDS, RANGES
-from rl_lab import FileProblem
+from rl_lab import FileProblem, one_line
 
 
 @dataclass

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from extensions.audit.tolerance import SETTING, SHOWN
-from extensions.objectives import ROWS, Row
+from extensions.objectives import CHOICES, NUMBERS, ROWS, Row
 
 Extra = tuple[dict, float, "str | None"]
 """An entropy or critic term beside the policy loss: its fields, its amount, the mistake in it."""
@@ -103,7 +103,7 @@ def _unique(matches: list[Match]) -> list[Match]:
 
 LOSS_DEFAULTS = {"kl": "none", "accumulation": "none", "off_policy_rows": "keep"}
 """What a match means by a field that it leaves out."""
-_BANDED = ("clip", "dual_clip", "capped_clip", "cispo", "dppo_tv", "dppo_kl")
+_BANDED = tuple(name for name in CHOICES["surrogate"] if "clip_low" in NUMBERS.get(("surrogate", name), ()))
 
 
 def against(fields: dict, declared: dict) -> list[str]:
@@ -157,6 +157,8 @@ def _has_critic(row: Row, fields: dict) -> bool:
 
 
 def _makes(row: Row, fields: dict) -> bool:
+    if any(name not in fields for name in row.loss_extras):  # a correction or a selection that the match does not make
+        return False
     kl = row.kl if row.kl_place == "loss" else "none"
     if fields.get("kl", "none") == "none":
         if row.kl_in_loss:  # a row's KL may be listed and off: its coefficient is 0 until it is set

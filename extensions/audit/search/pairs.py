@@ -53,7 +53,7 @@ class PairMatch:
         for name, idle in (("gamma", 0.0), ("sft_coef", 0.0), ("tail_weight", 1.0)):
             if getattr(row, name) != idle:
                 out[name] = getattr(row, name)
-        if row.loss == "kto":
+        if row.of_labels:
             out |= {"desirable_weight": row.desirable_weight, "undesirable_weight": row.undesirable_weight}
         return out
 
@@ -146,7 +146,7 @@ def rows_to_try(
     smoothing = SMOOTHING
     is_pairs = data.labels is None
     for name, row in PREFERENCE_ROWS.items():
-        if (row.loss == "kto") == is_pairs:
+        if row.of_labels == is_pairs:
             continue
         if row.loss == "kto" and (data.kl_seq_logps is None or data.ref_kl_seq_logps is None):
             continue

@@ -118,7 +118,7 @@ def rows_with(fields: dict) -> list[str]:
         if fields.get("scale", "none") != "none":
             keys |= {k: fields[k] for k in ("std_ddof", "std_eps", "std_guard") if k in fields}
         defaults = {"scale": "none", "credit": "outcome", "reward_parts": "sum_then_normalise"}
-        if all(getattr(row, k) == v for k, v in {**defaults, **keys}.items()):
+        if not row.advantage_extras and all(getattr(row, k) == v for k, v in {**defaults, **keys}.items()):
             names.append(name)
     return names
 

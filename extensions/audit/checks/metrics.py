@@ -45,6 +45,35 @@ def _kl_metric(recording: Recording, lines: list[str]) -> list[Finding]:
 
 
 def _kl_named(recording, lines, a, mask, array, number) -> list[Finding]:
+    """Which estimator, between which policies, averaged how, gives the reported KL; and its sign on a small sample."""
+    matched = _kl_matches(_kl_candidates(a, mask), recording, mask, array, number)
+    out = []
+    right = [m for m in matched if m[1] is None]
+    if right:
+        name, _, how, slope = right[0]
+        text = f"kl: {name}, {how}"
+        g = a.get("dkl_dlogps")
+        if g is not None and slope is not None:
+            d = np.where(mask, a["logps"] - a["ref_logps"], 0.0) if "ref_logps" in a else None
+            if _near(np.where(mask, g, 0), np.where(mask, slope, 0), recording.eps):
+                text += ", with its own gradient"
+            elif d is not None and _near(np.where(mask, g, 0), d, recording.eps):
+                text += ", with the gradient of k2"
+            else:
+                text += "; its gradient is another one"
+        others = list(dict.fromkeys(f"{m[0]}, {m[2]}" for m in right[1:]))[:3]
+        lines.append(text + (f"; or {'; or '.join(others)}" if others else ""))
+    elif matched:
+        for name, mistake, how, _ in {m[1]: m for m in matched}.values():
+            lines.append(f"kl: {name}, {how}")
+            out.append(finding(mistake, "mistake", f"The reported kl is {name}, {how}."))
+    elif number is not None or array is not None:
+        lines.append("kl: none of the estimators gives it")
+    return out + _negative_k1(a, mask, number)
+
+
+def _kl_candidates(a: dict, mask: np.ndarray) -> list[tuple[str, str | None, np.ndarray, np.ndarray | None]]:
+    """Words, the mistake in it, value per token, slope per token: every estimator between every two recorded policies."""
     candidates: list[tuple[str, str | None, np.ndarray, np.ndarray | None]] = []
     if "logits" in a and "ref_logits" in a:
         p, q = (torch.as_tensor(a[n]).double() for n in ("logits", "ref_logits"))
@@ -82,6 +111,11 @@ def _kl_named(recording, lines, a, mask, array, number) -> list[Finding]:
                 ("k3 with the policies exchanged", "kl_direction", np.exp(d) - d - 1, np.exp(d) - 1),
                 ("k3 with the ratio in place of the log-ratio", "kl_ratio_for_log_ratio", np.exp(R) - R - 1, None),
             ]
+    return candidates
+
+
+def _kl_matches(candidates, recording: Recording, mask: np.ndarray, array, number) -> list[tuple]:
+    """(words, mistake, how it was averaged, slope) of the candidates that give the reported KL."""
     matched = []
     for name, mistake, value, slope in candidates:
         value = np.where(mask, value, 0.0)
@@ -106,29 +140,12 @@ def _kl_named(recording, lines, a, mask, array, number) -> list[Finding]:
                 and float(np.abs(computed).max() if np.ndim(computed) else abs(computed)) > NOTHING
             ):
                 matched.append((name, mistake, how, slope))
+    return matched
+
+
+def _negative_k1(a: dict, mask: np.ndarray, number) -> list[Finding]:
+    """The sign of k1 on a small sample."""
     out = []
-    right = [m for m in matched if m[1] is None]
-    if right:
-        name, _, how, slope = right[0]
-        text = f"kl: {name}, {how}"
-        g = a.get("dkl_dlogps")
-        if g is not None and slope is not None:
-            d = np.where(mask, a["logps"] - a["ref_logps"], 0.0) if "ref_logps" in a else None
-            if _near(np.where(mask, g, 0), np.where(mask, slope, 0), recording.eps):
-                text += ", with its own gradient"
-            elif d is not None and _near(np.where(mask, g, 0), d, recording.eps):
-                text += ", with the gradient of k2"
-            else:
-                text += "; its gradient is another one"
-        others = list(dict.fromkeys(f"{m[0]}, {m[2]}" for m in right[1:]))[:3]
-        lines.append(text + (f"; or {'; or '.join(others)}" if others else ""))
-    elif matched:
-        for name, mistake, how, _ in {m[1]: m for m in matched}.values():
-            lines.append(f"kl: {name}, {how}")
-            out.append(finding(mistake, "mistake", f"The reported kl is {name}, {how}."))
-    elif number is not None or array is not None:
-        lines.append("kl: none of the estimators gives it")
-    # The sign of k1 on a small sample.
     base = a.get("ref_logps", a.get("old_logps"))
     if "logps" in a and base is not None and base.shape == mask.shape:
         d = (a["old_logps"] - a["logps"] if "ref_logps" not in a else a["logps"] - base)[mask]

@@ -90,9 +90,11 @@ def describe(fields: dict) -> str:
     scales = {
         "group_std": "std of the group",
         "batch_std_of_raw_rewards": "std of the batch's raw rewards",
-        "batch_std": "std over answers, centred",
-        "token_std": "std over tokens, centred",
+        "batch_std": "std of the batch",
+        "token_std": "std over the batch's tokens",
     }
+    if f.get("scale") in ("batch_std", "token_std"):  # both are centred first
+        text = "R - mean of the batch" if text == "R" else f"{text}, centred"
     if f.get("scale", "none") != "none":
         guard = {
             "add": "+ {:g}",

@@ -114,7 +114,7 @@ class CommandLine(unittest.TestCase):
 
     def test_a_file_problem_names_the_command(self):
         """A package's command is told under the package's name, a file's under its own: never __main__.py."""
-        for argv, name in (("lab/extensions/objectives/__main__.py", "extensions.objectives"), ("lab/a.py", "a.py")):
+        for argv, name in (("lab/extensions/objectives/__main__.py", "python -m extensions.objectives"), ("lab/a.py", "a.py")):
             with mock.patch.object(sys, "argv", [argv]), self.assertRaises(SystemExit) as stopped:
                 rl_lab.run_command(lambda: self.run_main("--batch", "no-such-file.npz"))
             self.assertEqual(stopped.exception.code, f"{name}: error: --batch no-such-file.npz: No such file or directory")

@@ -15,17 +15,27 @@ import io
 import json
 import math
 import os
+import signal
 import stat
 import sys
 import warnings
 from pathlib import Path
 from typing import NamedTuple, Sequence
 
+
+def end_before_the_start(number: int, frame: object) -> None:
+    """What Ctrl-C and SIGTERM do while the imports, most of a short run, are going on: end it with one line."""
+    os.write(2, b"interrupted: no figure was changed\n")
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    for _number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(_number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(_number, end_before_the_start)
+
 try:
     import numpy as np
-except KeyboardInterrupt:
-    print("interrupted: no figure was changed", file=sys.stderr)
-    sys.exit(130)
 except ModuleNotFoundError as problem:
     if __name__ != "__main__" or problem.name != "numpy":
         raise
@@ -42,7 +52,7 @@ X_LABEL_OF_SEVERAL_METHODS = "each method's own iteration (not an equal budget)"
 # --x: what stands on the horizontal axis -> its label and the column that holds it, whatever the kind of run calls it.
 X_AXES = {
     "iterations": ("iteration", ("step",)),
-    "samples": ("actions or answers sampled", ("sampled_actions", "samples")),
+    "samples": ("actions or answers sampled", ("sampled_actions", "samples", "environment_steps")),
     "updates": ("optimizer updates", ("optimizer_steps",)),
     "pairs": ("preference pairs used", ("pair_presentations", "pairs")),
 }
@@ -106,11 +116,22 @@ PANELS = {
         Panel("exact held-out accuracy, sampled; dotted: what the verifier pays", ("sampled_accuracy", "reward")),
         Panel("greedy held-out accuracy", ("greedy_accuracy",)),
         Panel(KL_TO_REFERENCE, ("kl_current_reference",), without=("sft",)),
-        Panel("sampled accuracy against " + KL_TO_REFERENCE, ("sampled_accuracy",), x="kl_current_reference", without=("sft",)),
+        Panel(
+            "sampled accuracy against " + KL_TO_REFERENCE, ("sampled_accuracy",), x="kl_current_reference", without=("sft",)
+        ),
         Panel(KL_TO_OLD, ("kl_old_current",), without=("sft",)),
         Panel("entropy (nats)", ("entropy",)),
         Panel("response length (tokens)", ("response_length",)),
         Panel("share of truncated responses", ("truncated_fraction",)),
+        *UPDATES,
+    ),
+    "environment": (
+        Panel("episode return while training (last 100 episodes)", ("episode_return",)),
+        Panel("episode length (steps)", ("episode_length",)),
+        Panel("critic: explained variance", ("explained_variance",)),
+        Panel("entropy (nats)", ("entropy",)),
+        Panel(KL_TO_OLD, ("kl_old_current",)),
+        Panel("learning rate", ("learning_rate",)),
         *UPDATES,
     ),
 }
@@ -243,7 +264,9 @@ def stack_runs(method: str, folder: str, runs: Sequence[dict[str, np.ndarray]]) 
         if np.isinf(columns.get(name, 0)).any():  # NaN, a number that was not measured, leaves a gap
             raise PlotProblem(f"{folder}/{method}.csv: column {name} holds an infinite number, which cannot be drawn")
         if (np.abs(columns.get(name, 0)) > LARGEST_NUMBER).any():
-            raise PlotProblem(f"{folder}/{method}.csv: column {name} holds a number above {LARGEST_NUMBER:g}: cannot be drawn")
+            raise PlotProblem(
+                f"{folder}/{method}.csv: column {name} holds a number above {LARGEST_NUMBER:g}: cannot be drawn"
+            )
     return Curves(kind, method, folder, columns)
 
 
@@ -427,7 +450,11 @@ def x_of(c: Curves, axis: str) -> np.ndarray | None:
 def draws(panel: Panel, c: Curves) -> bool:
     """Whether a panel has something to show of a run."""
     needed = {panel.columns[0], panel.x, panel.error_of} - {""}
-    return c.method not in panel.without and needed <= c.columns.keys() and not (panel.gap and "best" not in reference_values(c))
+    return (
+        c.method not in panel.without
+        and needed <= c.columns.keys()
+        and not (panel.gap and "best" not in reference_values(c))
+    )
 
 
 def says_something_new(panel: Panel, c: Curves) -> bool:
@@ -446,7 +473,9 @@ def drawn_values(panel: Panel, c: Curves, column: str) -> np.ndarray:
     return values
 
 
-def draw_panel(axis, panel: Panel, curves: Sequence[Curves], styles: Sequence[dict], labels: Sequence[str], x_axis: str) -> None:
+def draw_panel(
+    axis, panel: Panel, curves: Sequence[Curves], styles: Sequence[dict], labels: Sequence[str], x_axis: str
+) -> None:
     """One panel: a line for each method and folder, a band where there are several seeds, and the reference lines."""
     heights: list[float] = []
     for c, style, label in zip(curves, styles, labels):
@@ -538,7 +567,9 @@ def draw_surrogate(axis) -> None:
         axis.plot(ratio, ratio * advantage, color="grey", linewidth=0.8, linestyle=":", label=unclipped)
         points = np.array([0.5, 1.5])
         heights = clipped_surrogate(points, advantage)
-        axis.plot(points, heights, "o", color=line.get_color(), label="guide 4.2: ratios 0.5 and 1.5" if advantage > 0 else None)
+        axis.plot(
+            points, heights, "o", color=line.get_color(), label="guide 4.2: ratios 0.5 and 1.5" if advantage > 0 else None
+        )
         for x, y in zip(points, heights):
             axis.annotate(f"{y:g}", (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8)
     axis.axvspan(0.8, 1.2, color="grey", alpha=0.15, linewidth=0, label="band 1 - epsilon to 1 + epsilon")
@@ -562,7 +593,9 @@ def draw_dpo(axis) -> None:
     margin = np.linspace(-8, 8, 321)
     for beta in (0.1, 0.5, 1.0):
         (line,) = axis.plot(margin, dpo_of_margin(margin, beta)[0], label=f"loss, beta {beta:g}")
-        axis.plot(margin, dpo_of_margin(margin, beta)[1], color=line.get_color(), linestyle="--", label=f"slope, beta {beta:g}")
+        axis.plot(
+            margin, dpo_of_margin(margin, beta)[1], color=line.get_color(), linestyle="--", label=f"slope, beta {beta:g}"
+        )
     axis.plot(0, math.log(2), "ko", label="at the reference: log 2")
     axis.set(title="DPO: -log sigmoid(beta h) and its slope", xlabel="margin h against the reference", ylim=(-1.1, 4))
 
@@ -633,27 +666,54 @@ def rendered(figure, suffix: str) -> tuple[bytes, bool]:
 def save(figure, path: Path) -> bool:
     """Write the figure whole or not at all. Returns whether every character had a glyph. Raises PlotProblem."""
     data, every_glyph = rendered(figure, path.suffix.lower())
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        if path.exists() and not path.is_file():
-            raise PlotProblem(f"{printable(path)}: exists and is not a regular file; choose another --output")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        target = path.resolve()
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        with open(partial, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if target.exists():
-            os.chmod(partial, stat.S_IMODE(target.stat().st_mode))
-        os.replace(partial, target)
+        write_whole(Path(os.path.realpath(path)), data)
     except (OSError, RuntimeError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise PlotProblem(f"{printable(path)}: cannot be written ({printable(reason)})") from problem
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            partial.unlink(missing_ok=True)
     return every_glyph
+
+
+def write_whole(target: Path, data: bytes) -> None:
+    """Write a file beside its target, sync it, and rename it; the target keeps its mode. Leaves no partial, no new folder.
+
+    The twin of rl_lab.replace_files for one file. Raises OSError, FileExistsError for a target that cannot be replaced.
+    """
+    mode = os.stat(target).st_mode if target.exists() or target.is_symlink() else None
+    if mode is not None and not stat.S_ISREG(mode):
+        raise FileExistsError("exists and is not a regular file; choose another --output")
+    if mode is not None and not (mode & 0o222 and os.access(target, os.W_OK)):
+        raise FileExistsError("is read-only; make it writable or choose another --output")
+    missing = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_stale_partials(target.parent)
+        with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, 0o666 if mode is None else 0o600)) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if mode is not None:
+            os.chmod(partial, stat.S_IMODE(mode))
+        os.replace(partial, target)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        for folder in missing:  # the deepest first; those that now hold the figure stay
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def remove_stale_partials(folder: Path) -> None:
+    """Remove the partial files of processes that are gone. On Windows os.kill(pid, 0) is no question but an order."""
+    for path in [] if os.name == "nt" else folder.glob(".*.partial"):
+        number = path.name.split(".")[-2]
+        if number.isdecimal() and path.is_file() and not path.is_symlink():
+            with contextlib.suppress(PermissionError, OverflowError, FileNotFoundError):
+                try:
+                    os.kill(int(number), 0)
+                except ProcessLookupError:
+                    path.unlink()
 
 
 # ------------------------------------------------------------------------------------------ command line
@@ -709,20 +769,36 @@ def main(argv: Sequence[str] | None = None) -> None:
         curves = [curves for folder in dict.fromkeys(arguments.input) for curves in read_folder(folder)]
         figure = draw_curves(curves, *[arguments.x] * bool(arguments.x))
     if not save(figure, arguments.output):
-        print("note: no installed font has every character of the labels; an .svg leaves them to the viewer", file=sys.stderr)
+        print(
+            "note: no installed font has every character of the labels; an .svg leaves them to the viewer", file=sys.stderr
+        )
     print(f"wrote {printable(arguments.output)}")
 
 
+def interrupted(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(number)
+
+
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is end_before_the_start:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGTERM) is end_before_the_start:
+        signal.signal(signal.SIGTERM, interrupted)
     try:
-        main()
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        try:
+            main()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except PlotProblem as problem:
         sys.exit(f"plot_results.py: error: {problem}")
     except OSError as problem:  # nobody reads the output, or a full disk behind `> file`; the figure is written by then
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(f"plot_results.py: error: cannot print ({problem.strerror})")
-    except KeyboardInterrupt:
-        print("interrupted: no figure was changed", file=sys.stderr)
-        sys.exit(130)
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        about = f"{printable(problem.filename)}: " if problem.filename else "cannot print: "
+        silent = isinstance(problem, BrokenPipeError)
+        sys.exit(1 if silent else f"plot_results.py: error: {about}{problem.strerror}")
+    except KeyboardInterrupt as signal_number:
+        by = " by SIGTERM" if signal_number.args else ""
+        print(f"interrupted{by}: no figure was changed", file=sys.stderr)
+        sys.exit(143 if signal_number.args else 130)

@@ -59,7 +59,9 @@ def flags(*values: int) -> Tensor:
 
 
 class Case(unittest.TestCase):
-    def assertClose(self, got, wanted, atol: float = 1e-12, *, says: str = "", mistakes: dict | None = None, likely: str = ""):
+    def assertClose(
+        self, got, wanted, atol: float = 1e-12, *, says: str = "", mistakes: dict | None = None, likely: str = ""
+    ):
         """`got` equals `wanted`: numbers to within `atol`, anything else exactly.
 
         says: guide section, function and formula. mistakes: words -> the value that this mistake would give. likely: the
@@ -381,7 +383,9 @@ class PolicyObjectives(Case):
         rewards = torch.stack([f64(0, 0, 1, 1), f64(5, 5, 5, 5)])
         # mean .5, population std .5: (R - .5) / (.5 + 1e-8).
         self.assertClose(group_advantages(rewards), [[-1, -1, 1, 1], [0, 0, 0, 0]], atol=3e-8, says=says)
-        no_spread = "guide 6.3, rl_lab.group_advantages: a group whose answers all got the same reward has advantage exactly 0"
+        no_spread = (
+            "guide 6.3, rl_lab.group_advantages: a group whose answers all got the same reward has advantage exactly 0"
+        )
         self.assertClose(group_advantages(rewards)[1].tolist(), [0.0] * 4, atol=0, says=no_spread)
         with self.subTest("equal up to rounding is equal"):
             self.assertClose(
@@ -390,8 +394,12 @@ class PolicyObjectives(Case):
             )  # fmt: skip
         with self.subTest("adding a constant changes nothing; a group of one and NaN are refused"):
             shifted = group_advantages(rewards + 3)
-            self.assertClose(shifted, group_advantages(rewards), atol=1e-7, says="guide 6.1: a constant added changes nothing")
-            self.assertClose(group_advantages(leaf(0, 1)).requires_grad, False, says="guide 6.1: advantages carry no gradient")
+            self.assertClose(
+                shifted, group_advantages(rewards), atol=1e-7, says="guide 6.1: a constant added changes nothing"
+            )
+            self.assertClose(
+                group_advantages(leaf(0, 1)).requires_grad, False, says="guide 6.1: advantages carry no gradient"
+            )
             self.assertRefused(ValueError, "one answer", says, group_advantages, f64(1))
             self.assertRefused(ValueError, "nan", says, group_advantages, f64(1, math.nan))
 
@@ -411,7 +419,9 @@ class PolicyObjectives(Case):
         self.assertClose(stepped, 0.524979, atol=5e-7, says="guide 6.3: an SGD step of rate .2 takes theta to .1")
         with self.subTest("logp - logp cancels the gradient; the atom detaches the denominator itself"):
             wrong = -((logp - logp).exp() * f64(1, -1)).mean()
-            self.assertClose(torch.autograd.grad(wrong, theta, retain_graph=True)[0], 0, says="the mistake, shown: no gradient")
+            self.assertClose(
+                torch.autograd.grad(wrong, theta, retain_graph=True)[0], 0, says="the mistake, shown: no gradient"
+            )
             right = clipped_policy_loss(logp, logp, f64(1, -1)).mean()
             self.assertClose(
                 torch.autograd.grad(right, theta, retain_graph=True)[0], -0.5, says=says,
@@ -518,7 +528,9 @@ class TokenObjectives(Case):
     def test_mask_from_token_ids_loses_one_eos_in_each_answer(self):
         self.assertClose(self.ids.tolist(), [[0, 1, 2, 4, 4], [0, 1, 3, 3, 4]], says="guide 7.6: the two answers")
         self.assertClose(
-            self.mask.int().tolist(), [[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]], says="guide 7.1, 7.6: the real EOS counts, PAD does not"
+            self.mask.int().tolist(),
+            [[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]],
+            says="guide 7.1, 7.6: the real EOS counts, PAD does not",
         )
         wrong = tokens.token_id_mask(self.ids, self.mask)
         self.assertClose(
@@ -573,11 +585,17 @@ class TokenObjectives(Case):
         with self.subTest("answers of 10 and 100 tokens: the long one weighs 1/2 or 100/110"):
             lengths = torch.arange(100) < torch.tensor([[10], [100]])
             ones_in_long = torch.stack([torch.zeros(100), torch.ones(100)]).double()
-            self.assertClose(tokens.mean_per_response(ones_in_long, lengths), 1 / 2, says="guide 7.3: each answer weighs 1/2")
-            self.assertClose(tokens.mean_over_tokens(ones_in_long, lengths), 100 / 110, says="guide 7.3: each token weighs 1/110")
+            self.assertClose(
+                tokens.mean_per_response(ones_in_long, lengths), 1 / 2, says="guide 7.3: each answer weighs 1/2"
+            )
+            self.assertClose(
+                tokens.mean_over_tokens(ones_in_long, lengths), 100 / 110, says="guide 7.3: each token weighs 1/110"
+            )
         with self.subTest("a row without tokens has no mean"):
             empty = values, ~flags(1, 1, 1, 0, 0, 0).reshape(2, 3)
-            self.assertRefused(ValueError, "row 0", "guide 7.3: an empty answer has no mean", tokens.mean_per_response, *empty)
+            self.assertRefused(
+                ValueError, "row 0", "guide 7.3: an empty answer has no mean", tokens.mean_per_response, *empty
+            )
 
     def test_appended_padding_changes_neither_loss_nor_gradient(self):
         padding = torch.full((2, 4), tokens.PAD)
@@ -651,7 +669,12 @@ def slow_grpo(table: Tensor, old: Tensor, reference: Tensor, ids: Tensor, mask: 
     """
     logp, old_logp, ref_logp = (x.log_softmax(-1) for x in (table, old, reference))
     results = []
-    for denominator, anchor, sign in ((old_logp, ref_logp, 1), (logp, ref_logp, 1), (old_logp, logp, 1), (old_logp, ref_logp, -1)):
+    for denominator, anchor, sign in (
+        (old_logp, ref_logp, 1),
+        (logp, ref_logp, 1),
+        (old_logp, logp, 1),
+        (old_logp, ref_logp, -1),
+    ):
         answers = []
         for row, advantage in enumerate((1 / (1 + 2e-8), -1 / (1 + 2e-8))):
             terms = []
@@ -680,7 +703,9 @@ class Training(Case):
                     self.assertClose([row["step"] for row in run.history], list(range(121)), says=says + "rows 0 to 120")
                     # Uniform start: (1 + .2 - .5) / 3 and 1/3.
                     start = [first["expected_reward"], first["optimal_action_probability"]]
-                    self.assertClose(start, [0.7 / 3, 1 / 3], atol=1e-7, says=says + "row 0 is the uniform start, before training")
+                    self.assertClose(
+                        start, [0.7 / 3, 1 / 3], atol=1e-7, says=says + "row 0 is the uniform start, before training"
+                    )
                     zeros = first["loss"], first["optimizer_steps"], first["kl_current_reference"]
                     self.assertClose(zeros, (0, 0, 0), says=says + "loss, updates and KL to the reference before training")
                     for name in ("expected_reward", "optimal_action_probability"):
@@ -756,7 +781,9 @@ class Training(Case):
                 says="guide 6.1, rl_lab.sample_grpo: advantages come from the answers to the same prompt",
                 likely="mean or std goes over all prompts: rewards of different prompts in one group",
             )  # fmt: skip
-            self.assertClose([row["old_logp"] for row in trace], [-math.log(3)] * 8, says="guide 3.4: old is the uniform start")
+            self.assertClose(
+                [row["old_logp"] for row in trace], [-math.log(3)] * 8, says="guide 3.4: old is the uniform start"
+            )
         for group_size, prompts in ((8, 16), (2, 64), (16, 8), (4, 16)):
             with self.subTest(group_size=group_size, prompts=prompts):
                 run = train("grpo", steps=3, group_size=group_size, online_batch_prompts=prompts)
@@ -771,8 +798,12 @@ class Training(Case):
         with self.subTest("a batch that drifts past the stop gets no further update"):
             stopped = train("grpo", steps=1, learning_rate=0.5).history[1]
             says = "guide 4.3: KL(old || current) above .05 ends the batch's updates; the step that crossed it stays"
-            self.assertClose((stopped["optimizer_steps"], stopped["stopped_early"]), (1, 1), says=says, likely="the KL stop is off")
-            self.assertBeyond(stopped["kl_old_current"], 0.05, above=True, says=says, likely="drift is measured from a later policy")
+            self.assertClose(
+                (stopped["optimizer_steps"], stopped["stopped_early"]), (1, 1), says=says, likely="the KL stop is off"
+            )
+            self.assertBeyond(
+                stopped["kl_old_current"], 0.05, above=True, says=says, likely="drift is measured from a later policy"
+            )
 
     def test_partial_flips_count_and_reproducibility(self):
         clean = train("dpo", steps=1).task.clean_pairs.rows()
@@ -849,7 +880,9 @@ class Training(Case):
                         },
                         likely="the recursion runs into the next episode, or every step is taken as an end",
                     )  # fmt: skip
-                    self.assertClose(end["state"], 1 + start["action"], says=says + "action 0 leads to state 1, 1 to state 2")
+                    self.assertClose(
+                        end["state"], 1 + start["action"], says=says + "action 0 leads to state 1, 1 to state 2"
+                    )
                     ends = [row[flag] for row in (start, end) for flag in ("terminated", "boundary")]
                     self.assertClose(ends, [False, False, True, True], says=says + "both flags at the second step only")
         with self.subTest("lambda 0 learns too, through the critic"):

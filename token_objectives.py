@@ -24,6 +24,8 @@ from rl_lab import (
     format_table,
     group_advantages,
     json_text,
+    one_line,
+    path_argument,
     replace_files,
     response_logps,
     response_token_logps,
@@ -273,13 +275,16 @@ def report(result: dict) -> str:
             "",
             f"One SGD step (learning rate {LEARNING_RATE:g}) from the zero table, each objective on its own:",
             format_table(header, steps),
-            f"DPO margin {dpo['margin_before']:.6f} -> {dpo['margin_after']:.6f}."
-            f" GRPO advantages {advantages}: its loss starts at 0, its gradient does not.",
+            f"DPO margin {dpo['margin_before']:.6f} -> {dpo['margin_after']:.6f}.",
+            f"GRPO advantages {advantages}.",
+            "Its loss starts at 0, its gradient does not.",
             "",
-            "Mistake 1: a mask from token ids. EOS and PAD share id 4, so it drops the real EOS of both answers:",
+            "Mistake 1: a mask from token ids.",
+            "EOS and PAD share id 4, so it drops the real EOS of both answers:",
             format_table(["", "chosen", "rejected"], mistakes),
             "",
-            "Mistake 2: another reduction under the same name. The same token losses -1 -1 and +1 +1 +1:",
+            "Mistake 2: another reduction under the same name.",
+            "The same token losses, -1 -1 and +1 +1 +1:",
             format_table(
                 ["", "GRPO loss before"],
                 [
@@ -293,17 +298,19 @@ def report(result: dict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = LabParser(
-        description="Check masks, shift, DPO and GRPO on two token sequences; print the tables and write them as JSON.",
+        description="Check masks, shift, DPO and GRPO on two token sequences;\nprint the tables and write them as JSON.",
         epilog="example:\n  python -B token_objectives.py --output results-tokens.json",
     )
     default = Path("results-tokens.json")
-    parser.add_argument("--output", type=Path, default=default, metavar="FILE", help=f"file to write; default {default}")
+    parser.add_argument(
+        "--output", type=path_argument, default=default, metavar="FILE", help=f"file to write; default {default}"
+    )
     output = parser.parse_args(argv).output
     check_writable([output], expected_bytes=10_000)
     result = run_check()
     replace_files({output: json_text({"config": result.pop("config"), "software": software(), **result})})
     print(report(result))
-    print(f"\nFile: {output}")
+    print(f"\nFile: {one_line(output)}")
 
 
 if __name__ == "__main__":

@@ -128,11 +128,11 @@ def main() -> None:
     except ModuleNotFoundError:
         sys.exit("benchmark_objectives: TRL is not installed here; python -m pip install trl==1.16.0")
     torch.set_num_threads(arguments.threads)
-    data = arrays(arguments.rows, arguments.width)
+    data = arrays(arguments.rows, arguments.width) | {"budget": arguments.width}
     lines = []
     for name, (row, options) in CASES.items():
         read = {array: data[array] for array in ("logps", "mask", *row.needs)}
-        batch = make_batch(**read, budget=arguments.width)
+        batch = make_batch(**read)
         ours = evaluate(row, batch)
         theirs = trl_loss(data, ours.advantages[:, 0].contiguous(), options)
         loss, gradient = theirs()
@@ -143,7 +143,7 @@ def main() -> None:
             {
                 "trl": theirs,
                 "evaluate": lambda: evaluate(row, batch),
-                "make_batch": lambda: evaluate(row, make_batch(**read, budget=arguments.width)),
+                "make_batch": lambda: evaluate(row, make_batch(**read)),
             },
             arguments.repeats,
         )

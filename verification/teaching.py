@@ -104,7 +104,9 @@ def edited(topic: str) -> tuple[str, str]:
             if name == topic:
                 source = (ROOT / file).read_text(encoding="utf-8")
                 if source.count(before) != 1:
-                    raise ValueError(f"{file}: {topic}: the text occurs {source.count(before)} times, wanted once: {before!r}")
+                    raise ValueError(
+                        f"{file}: {topic}: the text occurs {source.count(before)} times, wanted once: {before!r}"
+                    )
                 return file, source.replace(before, after)
     raise ValueError(f"{topic!r}: not a topic of HAND_WRITTEN")
 
@@ -113,6 +115,7 @@ class FirstFailure(unittest.TestResult):
     """Stops at the first failure or error, subtests included, and keeps its test and its message."""
 
     first: tuple[str, str] | None = None
+
     def keep(self, test, problem) -> None:
         if self.first is None:
             kind, value, _ = problem
@@ -197,7 +200,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     verdicts = try_all(topics)
     print("\n".join(map(str, verdicts)))
     named, seen = sum(v.named for v in verdicts), sum(bool(v.message) for v in verdicts)
-    print(f"\n{len(verdicts)} edits: {named} named by their cause, {seen - named} failed otherwise, {len(verdicts) - seen} not seen")
+    print(
+        f"\n{len(verdicts)} edits: {named} named by their cause, {seen - named} failed otherwise, {len(verdicts) - seen} not seen"
+    )
     sys.exit(0 if named == len(verdicts) else 1)
 
 

@@ -327,13 +327,23 @@ class ReadmeCommands(CommandCase):
         if "rl_lab.py" in arguments:
             algorithms = [option(arguments, "--algorithm")]
             algorithms = ["ppo", "dpo", "grpo"] if algorithms == ["all"] else algorithms
-            folders = [output]
-            if option(arguments, "--seeds"):
-                folders = [f"{output}/seed-{seed}" for seed in rl_lab.parse_seeds(option(arguments, "--seeds"))]
-            return [self.folder / f / f"{a}.{kind}" for f in folders for a in algorithms for kind in ("csv", "json")]
-        if "ppo_chain.py" in arguments:
-            return [self.folder / output / f"ppo_chain.{kind}" for kind in ("csv", "json")]
-        return [self.folder / output]
+        elif "ppo_chain.py" in arguments:
+            algorithms = ["ppo_chain"]
+        else:
+            return [self.folder / output]
+        folders = [output + suffix for suffix in self.suffixes_of_lists(arguments)]
+        if option(arguments, "--seeds"):
+            seeds = rl_lab.parse_seeds(option(arguments, "--seeds"))
+            folders = [f"{folder}/seed-{seed}" for folder in folders for seed in seeds]
+        return [self.folder / f / f"{a}.{kind}" for f in folders for a in algorithms for kind in ("csv", "json")]
+
+    def suffixes_of_lists(self, arguments: list[str]) -> list[str]:
+        """What the folders of a command's runs are called behind --output: "-g2", "-g4" for --group-size 2,4."""
+        for flag, name in (("--group-size", "g"), ("--preference-flips", "flips"), ("--gae-lambda", "lambda")):
+            values = (option(arguments, flag) or "").split(",")
+            if len(values) > 1:
+                return [f"-{name}{value}" for value in values]
+        return [""]
 
     def help_examples(self) -> list[str]:
         lines = [line.strip() for program in PROGRAMS for line in call_main(program, "--help").out.splitlines()]
@@ -506,7 +516,7 @@ class WrongFlags(CommandCase):
             for name, flag in flags_of(settings_class).items():
                 allowed = settings_class.__dataclass_fields__[name].metadata["allowed"]
                 below = allowed.low if allowed.above else allowed.low - 1
-                wrong = [below, allowed.high + 1, "nan", "inf", "-inf", "many", "", "0x8", "1,5"]
+                wrong = [below, allowed.high + 1, "nan", "inf", "-inf", "many", "", "0x8", "1,many", ","]
                 wrong += ["1.5", "1e2"] if allowed.kind is int else []
                 for value in map(str, wrong):
                     with self.subTest(program, flag=flag, value=value):
@@ -602,7 +612,8 @@ class FileProblems(CommandCase):
             "empty file": ("", "not JSON"),
             "not JSON": ("1, 0\n0, 1\n", "not JSON"),
             "not UTF-8": (b"\xff\xfe[[1, 0]]", "not JSON"),
-            "too deep": ("[" * 100_000, "not JSON"),
+            "too deep": ("[" * 5000, "not JSON"),
+            "much too deep": ("[" * 100_000, "list of rows"),
             "too many digits": ("[[" + "9" * 5000 + ", 1]]", "not JSON"),
             "an object": ('{"rewards": [[1, 0]]}', "list of rows"),
             "a number": ("1", "list of rows"),
@@ -614,7 +625,7 @@ class FileProblems(CommandCase):
             "a word": ('[[1, "high"]]', "'high'"),
             "null": ("[[1, null]]", "None"),
             "a truth value": ("[[1, true]]", "True"),
-            "a nested list": ("[[1, [0]]]", "[0]"),
+            "a nested list": ("[[1, [0]]]", "a list of 1"),
             "NaN": ("[[1, NaN]]", "nan"),
             "infinity": ("[[1, 0], [-Infinity, 0]]", "row 1"),
             "beyond a float": ("[[1e999, 0]]", "inf"),
@@ -765,8 +776,9 @@ class FileProblems(CommandCase):
                 return (spoil(value, policy) if next(calls) >= 2 else value), diagnostics
 
             with self.subTest(quantity, algorithm=algorithm):
+                once = ("--max-updates", 1) if method.reuses_batch else ()
                 with mock.patch.dict(rl_lab.METHODS, {algorithm: method._replace(loss=loss_that_fails_in_step_3)}):
-                    outcome = call_main("rl_lab.py", "--algorithm", algorithm, "--max-updates", 1, "--output", output)
+                    outcome = call_main("rl_lab.py", "--algorithm", algorithm, *once, "--output", output)
                 self.assertRefused(outcome, 1, f"{algorithm}, step 3: {quantity} is ", "rewards or --learning-rate")
         self.assertEqual(self.files(), before)
 
@@ -973,7 +985,8 @@ class Interrupted(CommandCase):
         self.assertEqual(moments, 6)
 
     def test_a_process_of_its_own(self):
-        command = [sys.executable, "-B", LAB / "rl_lab.py", "--seeds", "0-99", "--steps", "20", "--output", "results"]
+        # A hundred seeds go through the same tensors and are saved together; then come the next hundred.
+        command = [sys.executable, "-B", LAB / "rl_lab.py", "--seeds", "0-999", "--steps", "20", "--output", "results"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -998,7 +1011,7 @@ class Interrupted(CommandCase):
                 self.assertEqual(content.count(b"\n"), 22)
             else:
                 json.loads(content)
-        self.assertFalse((self.folder / "results" / "seed-99" / "ppo.csv").exists())
+        self.assertFalse((self.folder / "results" / "seed-999" / "ppo.csv").exists())
 
     def test_while_torch_is_loading(self):
         # A torch that is interrupted as soon as it is imported, found before the real one.
@@ -1029,7 +1042,7 @@ class Progress(CommandCase):
         import pty
 
         for program, options, lines in (
-            ("rl_lab.py", ("--seeds", "0-1"), ("ppo   seed 0  step 3/3  expected reward 0.", "grpo  seed 1  step 3/3")),
+            ("rl_lab.py", ("--seeds", "0-1"), ("ppo   2 seeds  step 3/3  expected reward 0.", "grpo  2 seeds  step 3/3")),
             ("ppo_chain.py", (), ("chain  step 3/3  expected return 0.",)),
         ):
             arguments = (*options, "--steps", 3, "--output", "results")
@@ -1048,7 +1061,8 @@ class Progress(CommandCase):
                 self.assertEqual(outcome.out, silent.out)
                 for line in lines:
                     self.assertIn(line, shown.decode())
-                self.assertEqual(shown.count(b"\n"), len(options) and 6 or 1)  # one line a training, kept up to date
+                self.assertNotIn(b"\n", shown)  # one line, kept up to date, and cleared at the end
+                self.assertRegex(shown.decode(), r"\r +\r$")
 
 
 # ------------------------------------------------------------------------------------------ figures

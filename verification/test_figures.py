@@ -124,7 +124,9 @@ class Panels(FigureCase):
 
     def test_reward_against_kl(self):
         columns = {"kl_current_reference": [0, 0.3, 0.8]}
-        axis = self.panel(self.draw(self.run_in("a", columns=columns)), "expected reward against " + plot_results.KL_TO_REFERENCE)
+        axis = self.panel(
+            self.draw(self.run_in("a", columns=columns)), "expected reward against " + plot_results.KL_TO_REFERENCE
+        )
         self.assertEqual(axis.lines[0].get_xdata().tolist(), [0, 0.3, 0.8])
         self.assertEqual(axis.lines[0].get_ydata().tolist(), [0.2, 0.5, 0.9])
 

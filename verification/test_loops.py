@@ -476,9 +476,12 @@ class BanditLoops(LoopCase):
                     self.assertEqual(seen, run.history)
                     self.assertEqual(run.algorithm, algorithm)
                     self.assertEqual(dataclasses.asdict(run.settings), {**BANDIT, **changes})
-                    self.assertEqual(run.task.clean_pairs.rows(), replay.clean)
-                    self.assertEqual(run.task.training_pairs.rows(), replay.training)
-                    self.assertEqual(run.task.flipped_pair_indices, replay.flipped)
+                    if algorithm == "dpo":
+                        self.assertEqual(run.task.clean_pairs.rows(), replay.clean)
+                        self.assertEqual(run.task.training_pairs.rows(), replay.training)
+                        self.assertEqual(run.task.flipped_pair_indices, replay.flipped)
+                    else:  # a method that compares no pairs does not make them
+                        self.assertEqual(run.task[2:], (None, None, None))
                     self.assertEqual(run.task.reference.tolist(), replay.zero)
 
     def test_the_cases_reach_what_they_are_there_for(self):
@@ -556,10 +559,10 @@ class Details(LoopCase):
             rl_lab.td_residuals(nothing, nothing, nothing, flag)
 
     def test_spread_is_measured_against_the_larger_reward(self):
-        # 8 eps max|R| = 8 eps (9/16 + 2.5 eps) lies just above the spread 4.5 eps; 8 eps min|R| lies just below it.
+        # 128 eps max|R| = 128 eps (9/16 + 40 eps) lies just above the spread 72 eps; 128 eps min|R| lies just below it.
         eps = torch.finfo(torch.float64).eps
-        low, high = 9 / 16 - 2 * eps, 9 / 16 + 2.5 * eps
-        self.assertEqual(high - low, 4.5 * eps)
+        low, high = 9 / 16 - 32 * eps, 9 / 16 + 40 * eps
+        self.assertEqual(high - low, 72 * eps)
         for rewards in (f64(low, high), f64(-high, -low)):
             self.assertTrue(rl_lab.groups_without_spread(rewards))
         self.assertFalse(rl_lab.groups_without_spread(f64(low, high + eps / 2)))
@@ -934,27 +937,28 @@ class Files(unittest.TestCase):
             ),
         ):
             rl_lab.replace_files({first: "naïve\n", second: "two"})
-        # Everything is on the disk before anything is renamed.
-        self.assertEqual(events, [("fsync", len("naïve\n".encode())), ("fsync", 3), "a.csv", "b.json"])
+        # Everything is on the disk before anything is renamed; the folder, which holds the names, comes last.
+        self.assertEqual(events[:4], [("fsync", len("naïve\n".encode())), ("fsync", 3), "a.csv", "b.json"])
+        self.assertEqual([event[0] for event in events[4:]], ["fsync"])
         self.assertEqual((first.read_bytes(), second.read_bytes()), ("naïve\n".encode(), b"two"))
         self.assertEqual(sorted(os.listdir(self.folder)), ["a.csv", "b.json"])
 
     def test_files_are_utf8_with_plain_line_ends_on_every_system(self):
-        with mock.patch("builtins.open", wraps=open) as opened:
-            rl_lab.replace_files({self.folder / "a.csv": "x"})
-        (call,) = [call for call in opened.call_args_list if str(call.args[0]).endswith(".partial")]
-        self.assertEqual((call.args[1], call.kwargs), ("w", dict(encoding="utf-8", newline="")))
-        with mock.patch.object(Path, "read_text", return_value="[[0, 1]]") as read:
-            rl_lab.read_reward_table(self.folder / "table.json")
-        read.assert_called_once_with(encoding="utf-8")
+        path = self.folder / "a.csv"
+        rl_lab.replace_files({path: "naïve\n"})
+        self.assertEqual(path.read_bytes(), b"na\xc3\xafve\n")
+        rl_lab.replace_files({path: b"\x00\xff"})  # bytes are taken as they are
+        self.assertEqual(path.read_bytes(), b"\x00\xff")
 
     def test_a_failure_leaves_all_as_it_was(self):
         first = self.folder / "a.csv"
         first.write_text("old")
+        (self.folder / "plain").write_text("x")
         with self.assertRaisesRegex(
-            FileProblem, r"missing.*: No such file or directory; earlier results were left as they were"
+            FileProblem, r"plain/b\.csv: (Not a directory|File exists); earlier results were left as they were"
         ):
-            rl_lab.replace_files({first: "new", self.folder / "missing" / "b.csv": "new"})
+            rl_lab.replace_files({first: "new", self.folder / "plain" / "b.csv": "new"})
+        (self.folder / "plain").unlink()
         self.assertEqual(first.read_text(), "old")
         self.assertEqual(os.listdir(self.folder), ["a.csv"])
         with mock.patch.object(rl_lab.os, "fsync", side_effect=OSError(28, "No space left on device")):
@@ -966,7 +970,7 @@ class Files(unittest.TestCase):
         self.assertEqual((first.read_text(), os.listdir(self.folder)), ("old", ["a.csv"]))
 
     def test_a_name_too_long_for_its_partial_file(self):
-        with self.assertRaisesRegex(FileProblem, "File name too long; earlier results were left as they were"):
+        with self.assertRaisesRegex(FileProblem, r"cannot be written \(File name too long\); nothing was changed"):
             rl_lab.replace_files({self.folder / ("x" * 250): "new"})
         self.assertEqual(os.listdir(self.folder), [])
 
@@ -989,7 +993,8 @@ class Files(unittest.TestCase):
         deep = self.folder / "new" / "deeper"
         rl_lab.check_writable([deep / "a.csv", deep / "a.json"], expected_bytes=10)
         rl_lab.check_writable([deep / "a.csv"], expected_bytes=10)
-        self.assertEqual(os.listdir(deep), [])
+        self.assertEqual(os.listdir(self.folder), [])  # nothing is made to find out
+        deep.mkdir(parents=True)
         (self.folder / "plain").write_text("x")
         rl_lab.check_writable([self.folder / "plain"], expected_bytes=10)  # a file that is there is replaced later
         for path, words in (
@@ -1015,10 +1020,14 @@ class Files(unittest.TestCase):
                 probes.append((self.dir, len(self.getvalue())))
                 super().close()
 
-        paths = [self.folder / "a" / "1", self.folder / "a" / "2", self.folder / "b" / "1"]
+        paths = [self.folder / "a" / "1", self.folder / "a" / "2", self.folder / "b" / "1", self.folder / "c" / "d" / "1"]
+        for path in paths[:3]:
+            path.parent.mkdir(exist_ok=True)
         with mock.patch.object(rl_lab.tempfile, "TemporaryFile", Probe):
             rl_lab.check_writable(paths, expected_bytes=1234)
-        self.assertEqual(probes, [(self.folder / "a", 1234), (self.folder / "b", 1234)])
+        # A folder that is missing is tried where it would be made, and not made.
+        self.assertEqual(probes, [(self.folder / "a", 1234), (self.folder / "b", 1234), (self.folder, 1234)])
+        self.assertEqual(sorted(os.listdir(self.folder)), ["a", "b"])
         with mock.patch.object(rl_lab.tempfile, "TemporaryFile", side_effect=OSError(28, "No space left on device")):
             with self.assertRaisesRegex(FileProblem, r"cannot be written \(No space left on device\)"):
                 rl_lab.check_writable(paths, expected_bytes=1)
@@ -1032,7 +1041,8 @@ class Files(unittest.TestCase):
         self.assertEqual(rl_lab.read_reward_table(path)[0, 1].item(), sys.float_info.max)
         for text, words in (
             ("[[1, 2]", "not JSON"),
-            ("[" * 100_000, "not JSON"),
+            ("[" * 5000, "not JSON"),
+            ("[" * 100_000, "wanted a JSON list of rows"),
             ("{}", "wanted a JSON list of rows"),
             ("3", "wanted a JSON list of rows"),
             ("[]", "wanted a JSON list of rows"),
@@ -1127,10 +1137,12 @@ class Printing(unittest.TestCase):
                 show = rl_lab.progress_line("ppo", steps, "expected_reward")
                 for step in range(steps + 1):
                     show({"step": step, "expected_reward": step / 8})
-                wanted = "".join(
-                    f"\rppo  step {s}/{steps}  expected reward {s / 8:.4f} " + "\n" * (s == steps) for s in shown
-                )
-                self.assertEqual(stream.getvalue(), wanted)
+                texts = [f"ppo  step {s}/{steps}  expected reward {s / 8:.4f} " for s in shown]
+                cleared = f"\r{' ' * len(texts[-1])}\r"
+                self.assertEqual(stream.getvalue(), "".join("\r" + text for text in texts) + cleared)
+        with mock.patch.object(sys, "stderr", Terminal()) as stream:  # of several runs, the median
+            rl_lab.progress_line("ppo", 9, "loss")([{"step": 1, "loss": loss} for loss in (5.0, 1.0, 2.0)])
+            self.assertEqual(stream.getvalue(), "\rppo  step 1/9  loss 2.0000 ")
 
     def test_progress_is_flushed(self):
         stream = mock.Mock(wraps=Terminal())
@@ -1219,15 +1231,15 @@ class Printing(unittest.TestCase):
             return statistics.median(run.history[row][name] for run in of)
 
         lines = rl_lab.summary(runs).splitlines()
-        self.assertEqual(
-            lines[0].split(), "method expected reward P(best action) KL to reference samples pairs updates".split()
-        )
-        self.assertEqual(len(lines), 9)
-        for line, start in zip(lines[1:4], (0, 3, 6)):
+        self.assertEqual(lines[0].split(), "method expected reward P(best) KL to reference samples pairs updates".split())
+        self.assertEqual(lines[1].split(), "(start) 0.2333 0.3333 0.0000 0 0 0".split())
+        self.assertEqual(len(lines), 11)
+        self.assertLessEqual(max(map(len, lines)), 80)
+        for line, start in zip(lines[2:5], (0, 3, 6)):
             of = runs[start : start + 3]
             cells = [runs[start].algorithm]
             for name in ("expected_reward", "optimal_action_probability", "kl_current_reference"):
-                cells += [f"{median(of, name, 0):.4f}", "->", f"{median(of, name):.4f}"]
+                cells.append(f"{median(of, name):.4f}")
             cells += [f"{median(of, name):.0f}" for name in ("sampled_actions", "pair_presentations", "optimizer_steps")]
             self.assertEqual(line.split(), cells)
         dpo, grpo = runs[3:6], runs[6:]
@@ -1236,20 +1248,21 @@ class Printing(unittest.TestCase):
         ]
         share = statistics.median(statistics.fmean(row["zero_group_fraction"] for row in run.history[1:]) for run in grpo)
         self.assertEqual(
-            lines[4:8],
+            lines[5:10],
             [
                 "",
-                f"dpo: loss on its training labels {losses[0]}; on the original labels {losses[1]}",
+                f"dpo: loss on its training labels {losses[0]}",
+                f"     on the original labels    {losses[1]}",
                 f"grpo: mean share of groups without reward difference {share:.4f}",
-                "Expected reward lies between -0.5000 (always the worst action) and 1.0000 (always the best).",
+                "Expected reward: -0.5000 is always the worst action, 1.0000 always the best.",
             ],
         )
-        self.assertIn("it ranks none", lines[8])
+        self.assertIn("it ranks none", lines[10])
         self.assertIn("it ranks none", rl_lab.summary(runs[:6]))
         self.assertNotIn("ranks none", rl_lab.summary(runs[:3]))
         # Means over contexts of the best and of the worst: (1 + 3) / 2 and (0 + 2) / 2.
         other = train("ppo", steps=1, reward_table=torch.tensor([[1.0, 0.0], [2.0, 3.0]], dtype=torch.float64))
-        self.assertIn("lies between 1.0000 (always the worst action) and 2.0000 (always the best)", rl_lab.summary([other]))
+        self.assertIn("1.0000 is always the worst action, 2.0000 always the best.", rl_lab.summary([other]))
 
     def test_worked_examples_agree_and_disagreement_shows(self):
         examples = rl_lab.worked_examples()
@@ -1310,8 +1323,9 @@ class Commands(unittest.TestCase):
         for run in runs:
             self.assertEqual((out / f"{run.algorithm}.csv").read_text(), rl_lab.csv_text(run.history))
             self.assertEqual((out / f"{run.algorithm}.json").read_text(), rl_lab.json_text(rl_lab.run_document(run)))
-        files = ", ".join(str(out / f"{a}.csv") for a in ("ppo", "dpo", "grpo"))
-        self.assertEqual(printed, f"seed 5, 3 iterations\n\n{rl_lab.summary(runs)}\nFiles: {files} and .json beside each\n")
+        files = "\n".join(f"  {out / a}.csv" for a in ("ppo", "dpo", "grpo"))
+        end = f"Files, each with a .json beside it:\n{files}\n"
+        self.assertEqual(printed, f"seed 5, 3 iterations\n\n{rl_lab.summary(runs)}\n{end}")
         # Room for 1000 bytes a row is asked for; a row takes less.
         self.assertEqual([size for _, size in self.probes], [103_000])
         self.assertEqual(len(self.probes[0][0]), 6)
@@ -1344,13 +1358,14 @@ class Commands(unittest.TestCase):
             self.assertEqual(path.read_text(), rl_lab.csv_text(run.history))
             self.assertEqual(json.loads(path.with_suffix(".json").read_text())["config"]["seed"], run.settings.seed)
         self.assertEqual(sorted(os.listdir(out)), ["seed-1", "seed-3"])
-        files = ", ".join(str(out / "seed-N" / f"{a}.csv") for a in ("ppo", "dpo", "grpo"))
-        self.assertEqual(
-            printed, f"medians over 2 seeds, 2 iterations\n\n{rl_lab.summary(runs)}\nFiles: {files} and .json beside each\n"
-        )
-        code, _, err = quiet(rl_lab.main, ["--seeds", "1-2", "--seed", "3", "--output", str(out)])
-        self.assertEqual(code, 2)
-        self.assertIn("argument --seeds: not allowed with --seed 3", err)
+        files = "\n".join(f"  {out / 'seed-N' / a}.csv" for a in ("ppo", "dpo", "grpo"))
+        end = f"Files, each with a .json beside it:\n{files}\n"
+        self.assertEqual(printed, f"medians over 2 seeds, 2 iterations\n\n{rl_lab.summary(runs)}\n{end}")
+        for main in (rl_lab.main, ppo_chain.main):
+            for seed in ("3", "7"):  # 7 is the default: given is given
+                code, _, err = quiet(main, ["--seeds", "1-2", "--seed", seed, "--output", str(out)])
+                self.assertEqual(code, 2)
+                self.assertIn(f"argument --seeds: not allowed with --seed {seed}", err)
 
     def test_progress_goes_to_the_terminal(self):
         with mock.patch.object(sys, "stderr", Terminal()) as stream, contextlib.redirect_stdout(io.StringIO()):
@@ -1396,7 +1411,11 @@ class Commands(unittest.TestCase):
 
     def test_atoms_train_nothing(self):
         os_listdir = os.listdir(self.folder)
-        code, printed, _ = quiet(rl_lab.main, ["--algorithm", "atoms", "--output", str(self.folder / "o")])
+        for flag, value in (("--output", "o"), ("--steps", "3"), ("--seeds", "0-1"), ("--reward-table", "t"), ("--seed", "7")):
+            code, _, err = quiet(rl_lab.main, ["--algorithm", "atoms", flag, value])
+            self.assertEqual(code, 2)
+            self.assertIn(f"argument {flag}: --algorithm atoms ", err)
+        code, printed, _ = quiet(rl_lab.main, ["--algorithm", "atoms"])
         self.assertEqual((code, os.listdir(self.folder)), (None, os_listdir))
         self.assertIn("19 of 19 agree.", printed)
         self.assertNotIn("DIFFER", printed)
@@ -1424,20 +1443,30 @@ class Commands(unittest.TestCase):
         self.assertEqual(saved["software"], rl_lab.software())
         self.assertEqual(self.probes, [([out / "ppo_chain.csv", out / "ppo_chain.json"], 51_500)])
         before, after = run.history[0], run.history[3]
-        names = ("expected_return", "probability_state_1", "value_start", "entropy")
-        table = rl_lab.format_table(["", "before", "after"], [[n, f"{before[n]:.4f}", f"{after[n]:.4f}"] for n in names])
+        names = {
+            "expected return": "expected_return",
+            "P(state 1)": "probability_state_1",
+            "V(start)": "value_start",
+            "entropy": "entropy",
+        }
+        rows = [[name, f"{before[n]:.4f}", f"{after[n]:.4f}"] for name, n in names.items()]
+        table = rl_lab.format_table(["", "before", "after"], rows)
         self.assertTrue(printed.startswith(ppo_chain.explain_trace(run)))
         self.assertEqual(
             printed.removeprefix(ppo_chain.explain_trace(run)).splitlines(),
             [
                 "",
                 "",
-                "seed 2, 3 iterations, lambda 0.5",
+                "seed 2, 3 iterations",
                 "",
                 *table.splitlines(),
                 "",
-                "The best possible return is 1 (undiscounted). value_start is the critic's estimate and may exceed it.",
-                f"Cost: 384 sampled actions, 12 optimizer steps. Files: {out / 'ppo_chain.csv'}, {out / 'ppo_chain.json'}",
+                "The best possible return is 1 (undiscounted).",
+                "V(start) is the critic's estimate of it and may exceed it.",
+                "Cost: 384 sampled actions, 12 updates.",
+                "",
+                "Files, each with a .json beside it:",
+                f"  {out / 'ppo_chain.csv'}",
             ],
         )
 
@@ -1480,24 +1509,24 @@ class Commands(unittest.TestCase):
         run = ppo_chain.ChainRun(ChainSettings(gamma=0.5, gae_lambda=0.9), [], trace, None, None)
         lines = ppo_chain.explain_trace(run).splitlines()
         self.assertEqual(lines[:2], ["First batch, before any update (the critic is still zero):", ""])
-        self.assertEqual(lines[2].split(), list(trace[0]))
-        self.assertEqual(lines[5].split(), "1 0 0 1 0.125 0.25 0.75 False False 0.6125 0.8625".split())
-        self.assertEqual(lines[6].split(), "1 1 2 0 2 0.75 0 True True 1.25 2".split())
+        self.assertEqual(list(ppo_chain.TRACE_HEADS), list(trace[0]))
+        self.assertEqual(lines[2].split(), "episode t state action reward V(s) V(next) ends cut A A+V".split())
+        self.assertEqual(lines[5].split(), "1 0 0 1 0.125 0.25 0.75 no no 0.6125 0.8625".split())
+        self.assertEqual(lines[6].split(), "1 1 2 0 2 0.75 0 yes yes 1.25 2".split())
         self.assertEqual(
-            lines[8:],
+            lines[9:],
             [
                 "Episode 1, backwards:",
-                "  A_1 = delta_1 = r_1 - V(s_1) = 2 - 0.75 = 1.25"
-                "   (terminated: no bootstrap; boundary: nothing carried in)",
+                "  A_1 = delta_1 = r_1 - V(s_1) = 2 - 0.75 = 1.25",
                 # delta_0 = .125 + .5 * .75 - .25 = .25
-                "  A_0 = delta_0 + gamma * lambda * A_1 = 0.25 + 0.5 * 0.9 * 1.25 = 0.6125"
-                "   (delta_0 = r_0 + gamma * V(s_1) - V(s_0))",
+                "  A_0 = delta_0 + gamma * lambda * A_1 = 0.25 + 0.5 * 0.9 * 1.25 = 0.6125",
+                "  with delta_0 = r_0 + gamma * V(s_1) - V(s_0)",
             ],
         )
         unrewarded = run._replace(first_rollout_trace=trace[:2], settings=ChainSettings(gae_lambda=0.0))
         lines = ppo_chain.explain_trace(unrewarded).splitlines()
-        self.assertEqual(lines[6], "Episode 0, backwards:")
-        self.assertTrue(lines[9].startswith("  With lambda 0 the first step learns only after"))
+        self.assertEqual(lines[7], "Episode 0, backwards:")
+        self.assertTrue(lines[11].startswith("  With lambda 0 the first step learns only after"))
 
     def test_token_report(self):
         path = self.folder / "t.json"

@@ -14,11 +14,18 @@ A test with a `draw` runs on many random shapes; a failure prints the seed, and 
 
 from __future__ import annotations
 
+import ast
 import functools
 import itertools
 import math
+import re
 import statistics
+import subprocess
+import sys
 import unittest
+import warnings
+from fractions import Fraction
+from pathlib import Path
 from typing import Callable
 
 import numpy as np
@@ -60,6 +67,7 @@ from token_objectives import mean_over_tokens, mean_per_response
 
 INF, NAN = math.inf, math.nan
 BOTH = (torch.float64, torch.float32)
+HALF = (torch.float16, torch.bfloat16)
 
 # ------------------------------------------------------------------------------------------ tools
 
@@ -168,12 +176,30 @@ class OracleCase(Case):
             for other in (tensor.tolist(), None, *others):
                 got = other.dtype if isinstance(other, Tensor) else type(other).__name__
                 with self.subTest(argument=name, got=got):
-                    with self.assertRaisesRegex(TypeError, rf"^{name}: got (dtype )?{got}, wanted an? {kind}\b"):
+                    article = "an" if kind == "integer" else "a"
+                    noun = "dtype" if isinstance(other, Tensor) else "torch.Tensor"
+                    with self.assertRaisesRegex(TypeError, rf"^{name}: got (dtype )?{got}, wanted {article} {kind} {noun}"):
                         atom(**{**good, name: other})
+            for other, words in self.tensors_without_plain_numbers(tensor):
+                with self.subTest(argument=name, got=words), self.assertRaisesRegex(TypeError, rf"^{name}: got .*{words}"):
+                    atom(**{**good, name: other})
             if len(tensors) > 1:
                 shape_words = rf"(?=.*\b{name}\b)(shapes differ: got|\w+: got shape) .*wanted"
                 with self.subTest(argument=name, got="[..., 1]"), self.assertRaisesRegex(ValueError, shape_words):
                     atom(**{**good, name: tensor.unsqueeze(-1)})
+
+    @staticmethod
+    def tensors_without_plain_numbers(tensor: Tensor) -> list[tuple[Tensor, str]]:
+        """The same tensor in forms that torch has and arithmetic has not, each with a word of the refusal."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch announces changes of sparse and of quantized tensors
+            others = [(tensor.to("meta"), "a meta tensor"), (tensor.to_sparse(), "a sparse_coo tensor")]
+            others.append((torch.nested.nested_tensor([tensor.reshape(-1)]), "a nested tensor"))
+            for name in ("float8_e4m3fn", "float8_e5m2"):
+                if hasattr(torch, name):
+                    others.append((tensor.to(getattr(torch, name)), name))
+            quantized = torch.quantize_per_tensor(tensor.float().reshape(tensor.shape), 1.0, 0, torch.quint8)
+        return [*others, (quantized, "quint8")]
 
     def assertRefused(self, atom: Callable, good: dict, *bad: tuple[dict, type[Exception], str]) -> None:
         """`good` is accepted; with each of the changes in `bad` it is refused with that error and those words."""
@@ -184,7 +210,9 @@ class OracleCase(Case):
 
     def assertRefusesNumbers(self, atom: Callable, good: dict, name: str, wanted: str, outside: tuple[float, ...]) -> None:
         """Numbers outside the range, non-finite ones, and what is no plain number; `wanted`: the range in words."""
-        no_numbers = ("0.5", True, None, f64(0.5))
+        no_float = ({name: 10**400}, ValueError, rf"^{name}: got a number that no float holds, wanted a finite")
+        self.assertRefused(atom, good, no_float)
+        no_numbers = ("0.5", True, None, f64(0.5), 1j)
         self.assertRefused(
             atom,
             good,
@@ -258,6 +286,18 @@ class ActionLogps(OracleCase):
         with self.subTest("no rows"):
             self.assertEqual(action_logps(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long)).shape, (0,))
 
+    def test_extremes_every_whole_number_dtype(self):
+        """Also where the number of actions is none of the dtype's own: 300 in uint8 would be 44."""
+        largest = dict(uint8=200, int8=100, int16=299, uint16=299, uint32=299, uint64=299)
+        for name, action in largest.items():
+            if hasattr(torch, name):
+                with self.subTest(name):
+                    actions = torch.tensor([action]).to(getattr(torch, name))
+                    self.assertClose(action_logps(torch.zeros(1, 300).double(), actions), [-math.log(300)])
+                    self.assertEqual(response_token_logps(
+                        torch.zeros(1, 2, 300), torch.tensor([[0, action]]).to(getattr(torch, name)), flags([0, 1]).bool()
+                    )[0].shape, (1, 1))  # fmt: skip
+
     def test_refusals(self):
         good = {"logits": torch.zeros(1, 2, 3), "actions": torch.tensor([[0, 2]])}
         self.assertRefusesWrongTensors(action_logps, **good)
@@ -277,6 +317,10 @@ class ActionLogps(OracleCase):
             ),
             ({"actions": torch.tensor([[0, 3]])}, ValueError, "^actions: got numbers from 0 to 3, wanted 0 to 2"),
             ({"actions": torch.tensor([[-1, 0]])}, ValueError, "^actions: got numbers from -1 to 0, wanted 0 to 2"),
+            *(
+                ({"logits": torch.tensor([[[0.0, 0, 0], row]])}, ValueError, r"^logits: the row at index \[0, 1\] is no")
+                for row in ([NAN, 0, 0], [INF, 0, 0], [-INF, -INF, -INF])
+            ),
         )
 
 
@@ -311,7 +355,14 @@ class ReinforceLoss(OracleCase):
     def test_refusals(self):
         good = dict(logp=f64(-1, -2), returns=f64(1, 2))
         self.assertRefusesWrongTensors(reinforce_loss, **good)
-        self.assertRefused(reinforce_loss, good, ({"returns": f64(1, NAN)}, ValueError, r"^returns: got nan at index \[1\]"))
+        self.assertRefused(
+            reinforce_loss,
+            good,
+            ({"returns": f64(1, NAN)}, ValueError, r"^returns: got nan at index \[1\]"),
+            ({"logp": f64(-1, NAN)}, ValueError, r"^logp, returns: got logp nan, returns 2.0 at index \[1\]"),
+            # An action of probability 0 cannot have been sampled: -inf * 0 is no loss.
+            (dict(logp=f64(-1, -INF), returns=f64(1, 0)), ValueError, r"got logp -inf, returns 0.0 at index \[1\]"),
+        )
 
 
 # ------------------------------------------------------------------------------------------ atoms: time
@@ -378,8 +429,9 @@ class TdResiduals(OracleCase):
             ({"values": f64(INF, 0)}, ValueError, r"^values: got inf at index \[0\].*critic that has diverged"),
             ({"values": f64(0, NAN)}, ValueError, r"^values: got nan at index \[1\]"),
             ({"next_values": f64(NAN, 0)}, ValueError, r"^next_values: got nan at index \[0\].*unset value at a time limit"),
-            ({name: f64(0).squeeze().to(value.dtype) for name, value in good.items()}, ValueError, "the time steps"),
-            ({name: value[:0] for name, value in good.items()}, ValueError, r"got shape \(0,\).*the time steps"),
+            ({name: f64(0).squeeze().to(value.dtype) for name, value in good.items()}, ValueError, "^rewards: .*time steps"),
+            ({name: value[:0] for name, value in good.items()}, ValueError, r"^rewards: got shape \(0,\).*the time steps"),
+            (dict(rewards=f64(0, 1e308), values=f64(0, -1e308)), ValueError, r"^td residual: got inf at index \[1\]"),
         )
 
 
@@ -405,6 +457,27 @@ class Gae(OracleCase):
             self.assertClose(got, right, atol=1e-4)
         # gamma defaults to 1 and lam to 0.95.
         self.assertClose(gae(*tensors)[0], rowwise(lambda *series: self.double_sum(*series, 1.0, 0.95), *tensors))
+
+    @on_random_cases(6)
+    def test_definition_of_long_series(self, draw):
+        """The docstring's loop, row by row, for series that gae sums in blocks of steps, and for few rows."""
+        for rows, count in (((20,), 150), ((3,), 150), ((20,), 64), ((20,), 65), ((2, 3), 20), ((4, 5), 20), ((4, 5), 3)):
+            steps = Steps(draw, rows, count)
+
+            def loop(rewards, values, next_values, terminated, boundary) -> list[float]:
+                deltas = [td_definition(*step, steps.gamma) for step in zip(rewards, values, next_values, terminated)]
+                sums, following = [], 0.0
+                for delta, end in zip(reversed(deltas), reversed(boundary)):
+                    following = delta + steps.gamma * steps.lam * (0 if end else following)
+                    sums.insert(0, following)
+                return sums
+
+            tensors = steps.rewards, steps.values, steps.next_values, steps.terminated, steps.boundary
+            with self.subTest(rows=rows, steps=count):
+                advantages, returns = gae(**steps.arguments())
+                wanted = rowwise(loop, *tensors)
+                self.assertClose(advantages, wanted)
+                self.assertClose(returns, wanted + steps.values)
 
     @on_random_cases(15)
     def test_definition_as_the_average_of_k_step_advantages(self, draw):
@@ -476,6 +549,31 @@ class Gae(OracleCase):
                 gae(**closed, **numbers)[0][:, :6], gae(**{n: x[:, :6] for n, x in closed.items()}, **numbers)[0]
             )
 
+    def test_identity_a_row_alone_is_the_row_of_a_batch_to_the_last_bit(self):
+        """In every dtype and for every way of summing: few steps, few rows, blocks of steps."""
+        for dtype, count in itertools.product((*BOTH, *HALF), (1, 2, 8, 9, 64, 200)):
+            steps = Steps(Draw(count), (40,), count)
+            tensors = {name: x for name, x in steps.arguments().items() if isinstance(x, Tensor)}
+            tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+            batch = gae(**tensors, gamma=0.99, lam=0.95)
+            for leading in (slice(7, 8), 7, slice(7, 12)):
+                for all_rows, alone in zip(batch, gae(**{n: x[leading] for n, x in tensors.items()}, gamma=0.99, lam=0.95)):
+                    with self.subTest(dtype=dtype, steps=count, rows=leading):
+                        self.assertEqual(alone.dtype, dtype)
+                        self.assertTrue(torch.equal(alone, all_rows[leading]))
+            for result in batch:
+                self.assertTrue(result.is_contiguous())
+
+    def test_identity_the_arguments_stay_as_they_are_in_any_memory_order(self):
+        for rows, count in ((40, 200), (3, 200), (40, 2), (40, 1)):
+            steps = Steps(Draw(rows), (rows,), count)
+            arguments = {n: x.t().contiguous().t() if isinstance(x, Tensor) else x for n, x in steps.arguments().items()}
+            before = {n: x.clone() for n, x in arguments.items() if isinstance(x, Tensor)}
+            for got, wanted in zip(gae(**arguments), gae(**steps.arguments())):
+                self.assertTrue(torch.equal(got, wanted))
+            for name, x in before.items():
+                self.assertTrue(torch.allclose(arguments[name].double(), x.double(), rtol=0, atol=0, equal_nan=True), name)
+
     @on_random_cases(10)
     def test_identity_shift_and_scale(self, draw):
         steps, shift = Steps(draw, draw.shape()), draw.number(-3, 3)
@@ -516,10 +614,39 @@ class Gae(OracleCase):
             ({"rewards": f64(NAN, 0)}, ValueError, "^rewards: got nan"),
             ({"values": f64(NAN, 0)}, ValueError, "^values: got nan"),
             ({"next_values": f64(NAN, 0)}, ValueError, "^next_values: got nan"),
+            ({name: value[:0] for name, value in good.items()}, ValueError, r"^rewards: got shape \(0,\).*the time steps"),
+            (dict(terminated=flags(1), boundary=flags(1)), ValueError, "^shapes differ: got rewards"),
         )
         # Finite numbers whose residual is not: 1e308 + 1e308 overflows, and 0 * inf would cross the boundary as NaN.
         overflow = dict(rewards=f64(0, 1e308), values=f64(0, -1e308), terminated=flags(1, 1), boundary=flags(1, 1))
         self.assertRefused(gae, good, (overflow, ValueError, r"^td residual: got inf at index \[1\]"))
+
+    def test_refusals_of_sums_that_overflow(self):
+        """The step of the overflow is named, never one of an episode that was over before: 0 * inf would be NaN there."""
+        for dtype, large in ((torch.float64, 1e308), (torch.float32, 3e38), (torch.float16, 6e4), (torch.bfloat16, 3e38)):
+            rewards = torch.tensor([1, large, large], dtype=dtype)  # large + large is too large; the first episode is 1
+            for rows, where in ((None, [1]), (2, [0, 1]), (20, [0, 1])):
+                shape = (3,) if rows is None else (rows, 3)
+                zeros, ends = torch.zeros(shape, dtype=dtype), flags(1, 0, 1).expand(shape)
+                words = rf"^advantages: got inf at index {re.escape(str(where))}, wanted finite sums; likely .*{dtype}"
+                with self.subTest(dtype=dtype, rows=rows), self.assertRaisesRegex(ValueError, words):
+                    gae(rewards.expand(shape), zeros, zeros, ends, ends, 1.0, 1.0)
+            long = torch.zeros(20, 100, dtype=dtype)
+            long[:, 60:] = large
+            ends = torch.zeros(20, 100, dtype=torch.bool)
+            ends[:, 50] = True
+            with self.subTest("blocks of steps", dtype=dtype), self.assertRaisesRegex(ValueError, r"at index \[0, 98\]"):
+                gae(long, torch.zeros_like(long), torch.zeros_like(long), ends, ends, 1.0, 1.0)
+        # delta = (1e308 - 1e308, 1e308): A_0 = 1e308 is a number, A_0 + V_0 = 2e308 is none.
+        with self.assertRaisesRegex(ValueError, r"^returns: got inf at index \[0\]"):
+            gae(f64(1e308, 1e308), f64(1e308, 0), f64(0, 0), flags(0, 1), flags(0, 1), 1.0, 1.0)
+        half = [torch.tensor([x], dtype=torch.float16) for x in (4e4, -3e4, 0)]  # A = 7e4 overflows, A + V = 4e4 does not
+        with self.assertRaisesRegex(ValueError, r"^advantages: got inf at index \[0\]"):
+            gae(*half, flags(1), flags(1))
+        two_axes = f64([[1, 1, 1], [1, 1, 1]], [[1, 1e308, 1e308], [1, 1, 1]])
+        ends = flags(1, 0, 1).expand(2, 2, 3)
+        with self.assertRaisesRegex(ValueError, r"^advantages: got inf at index \[1, 0, 1\]"):
+            gae(two_axes, 0 * two_axes, 0 * two_axes, ends, ends, 1.0, 1.0)
 
 
 # ------------------------------------------------------------------------------------------ atoms: ratio and clipping
@@ -640,6 +767,10 @@ class ClippedPolicyLoss(OracleCase):
         good = dict(logp=f64(-1, -2), old_logp=f64(-1, -2), advantages=f64(1, -1))
         self.assertRefusesWrongTensors(clipped_policy_loss, **good)
         self.assertRefusesNumbers(clipped_policy_loss, good, "epsilon", "above 0", (0, 0.0, -0.2))
+        single = {name: x.float() for name, x in good.items()}
+        too_wide = ({"epsilon": 1e39}, ValueError, "^epsilon: got 1e\\+39, wanted a number that torch.float32 holds")
+        self.assertRefused(clipped_policy_loss, single, too_wide)
+        self.assertClose(clipped_policy_loss(**good, epsilon=2**70), [-1, 1])  # a whole number too wide for int64
 
 
 class ClipFraction(OracleCase):
@@ -680,6 +811,13 @@ class ClipFraction(OracleCase):
         good = dict(logp=f64(-1, -2), old_logp=f64(-1, -2))
         self.assertRefusesWrongTensors(clip_fraction, **good)
         self.assertRefusesNumbers(clip_fraction, good, "epsilon", "above 0", (0, -0.2))
+        self.assertRefused(
+            clip_fraction,
+            good,
+            ({"logp": f64(NAN, 0)}, ValueError, r"^logp, old_logp: got logp nan, old_logp -1.0 at index \[0\].*a mask"),
+            (dict(logp=f64(-INF, 0), old_logp=f64(-INF, 0)), ValueError, r"got logp -inf, old_logp -inf at index \[0\]"),
+            (dict(logp=f64(), old_logp=f64()), ValueError, r"^logp: got shape \(0,\), wanted at least one sample"),
+        )
 
 
 class ClippedValueLoss(OracleCase):
@@ -730,6 +868,11 @@ class ClippedValueLoss(OracleCase):
         good = dict(values=f64(1, 2), old_values=f64(1, 2), returns=f64(1, 2))
         self.assertRefusesWrongTensors(clipped_value_loss, **good)
         self.assertRefusesNumbers(clipped_value_loss, good, "epsilon", "above 0", (0, -0.2))
+        single = {name: x.float() for name, x in good.items()}
+        largest = torch.finfo(torch.float32).max
+        self.assertClose(clipped_value_loss(**single, epsilon=largest), [0, 0])
+        with self.assertRaisesRegex(ValueError, "^epsilon: got .*, wanted a number that torch.float32 holds"):
+            clipped_value_loss(**single, epsilon=1.01 * largest)
 
 
 # ------------------------------------------------------------------------------------------ atoms: KL
@@ -806,7 +949,16 @@ class CategoricalKl(OracleCase):
             ({"logits": f64(1, 2, 3)}, ValueError, r"logits \(3,\), reference_logits \(2,\)"),
             (dict(logits=scalar, reference_logits=scalar), ValueError, r"^logits: got shape \(\).*the actions"),
             (dict(logits=empty, reference_logits=empty), ValueError, r"^logits: got shape \(0,\).*the actions"),
+            *(
+                ({name: f64(0, bad)}, ValueError, r"^logits or reference_logits: the row at index \[\] is no distribution")
+                for name in ("logits", "reference_logits")
+                for bad in (NAN, INF)
+            ),
         )
+        with self.assertRaisesRegex(ValueError, r"logits \(3,\), reference_logits \(4,\), .*likely one was cut"):
+            categorical_kl(torch.zeros(3), torch.zeros(4))
+        with self.assertRaisesRegex(ValueError, r"logits \(3, 1\), reference_logits \(3,\), .*likely a \[B, 1\]"):
+            categorical_kl(torch.zeros(3, 1), torch.zeros(3))
 
 
 class KlEstimates(OracleCase):
@@ -861,8 +1013,39 @@ class KlEstimates(OracleCase):
         self.assertClose(k3 / (d**2 / 2 - d**3 / 6 + d**4 / 24), [1] * 4, atol=1e-9)
         self.assertEqual([estimate.abs().max().item() for estimate in kl_estimates(logp, logp)], [0, 0, 0])
 
+    def test_identity_k3_keeps_its_digits(self):
+        """Value and slope, to a few units in the last place, for any d: exp(-d) - 1 + d in exact fractions.
+
+        In float32 the plain formula gives 0 for |d| = 1e-5, and 1 - (exp(-d) - 1 + 1) loses as many digits of the slope.
+        """
+        sizes = [sign * 10.0**power * part for power in range(-18, 1) for part in (1, 3.7) for sign in (1, -1)]
+        sizes += [0.5, -0.5, 0.4999, -0.5001]
+        for dtype in BOTH:
+            d = torch.tensor(sizes, dtype=dtype, requires_grad=True)
+            k3 = kl_estimates(d, torch.zeros_like(d))[2]
+            slope = torch.autograd.grad(k3.sum(), d)[0]
+            for x, value, gradient in zip(d.tolist(), k3.tolist(), slope.tolist()):
+                exact = sum(Fraction(-x) ** n / math.factorial(n) for n in range(2, 40))
+                exact_slope = -sum(Fraction(-x) ** n / math.factorial(n) for n in range(1, 40))
+                with self.subTest(dtype=dtype, d=x):
+                    self.assertLess(abs(Fraction(value) / exact - 1), 8 * torch.finfo(dtype).eps)
+                    self.assertLess(abs(Fraction(gradient) / exact_slope - 1), 8 * torch.finfo(dtype).eps)
+        d = f64(0.0, 0.3, -0.3, 2.0, -2.0).requires_grad_()
+        self.assertTrue(torch.autograd.gradgradcheck(lambda l: kl_estimates(l, torch.zeros_like(l))[2], d))
+
     def test_extremes(self):
         for dtype in BOTH:
+            with self.subTest("a NaN stays in its slot; an impossible action is infinitely far", dtype=dtype):
+                logp = torch.tensor([NAN, -1.0, -INF, -1.0], dtype=dtype)
+                k1, k2, k3 = kl_estimates(logp, torch.tensor([-1.0, -1.0, -1.0, -INF], dtype=dtype))
+                self.assertEqual(k3[1:].tolist(), [0, INF, INF])
+                self.assertEqual([k.isnan().tolist() for k in (k1, k2, k3)], [[True, False, False, False]] * 3)
+            with self.subTest("half of a square that overflows", dtype=dtype):
+                far = 1.5 * math.sqrt(torch.finfo(dtype).max)
+                k2 = kl_estimates(torch.tensor(far, dtype=dtype), torch.tensor(-0.0, dtype=dtype))[1]
+                self.assertTrue(k2.isinf())  # 1.5^2 / 2 > 1
+                k2 = kl_estimates(torch.tensor(far / 1.2, dtype=dtype), torch.tensor(-0.0, dtype=dtype))[1]
+                self.assertClose(k2 / torch.finfo(dtype).max, 1.25**2 / 2, atol=1e-5)
             logp = torch.tensor([0.0, -80.0], dtype=dtype, requires_grad=True)
             k1, k2, k3 = kl_estimates(logp, torch.tensor([-1e4, 0.0], dtype=dtype))
             self.assertClose(k1, [1e4, -80])
@@ -973,6 +1156,17 @@ class DpoLoss(OracleCase):
         good = dict(chosen=f64(-1), rejected=f64(-1), ref_chosen=f64(-1), ref_rejected=f64(-1), beta=0.1)
         self.assertRefusesWrongTensors(dpo_loss, **good)
         self.assertRefusesNumbers(dpo_loss, good, "beta", "above 0", (0, 0.0, -0.1))
+        scores = {name: x.float() for name, x in good.items() if name != "beta"}
+        too_large = ({"beta": 1e39}, ValueError, "^beta: got 1e\\+39, wanted a number that torch.float32 holds")
+        self.assertRefused(dpo_loss, {**scores, "beta": 0.1}, too_large)
+        nan = r"^chosen, rejected, ref_chosen, ref_rejected: got .* at index \[0\], which give NaN; likely a forward pass"
+        self.assertRefused(
+            dpo_loss,
+            good,
+            *(({name: f64(NAN)}, ValueError, nan) for name in scores),
+            (dict(chosen=f64(-INF), rejected=f64(-INF)), ValueError, nan),
+            (dict(zip(scores, (f64(-1e308), f64(-1e308), f64(1e308), f64(1e308)))), ValueError, nan),
+        )
 
 
 # ------------------------------------------------------------------------------------------ atoms: groups
@@ -991,21 +1185,56 @@ class GroupsWithoutSpread(OracleCase):
 
     @on_random_cases(10)
     def test_identity_rounding_is_no_spread(self, draw):
-        parts = draw.normal(5)
-        sums = torch.stack([functools.reduce(torch.add, parts[draw.order(5)]) for _ in range(6)])
-        # Sums of the same numbers in another order, far from cancelling.
-        self.assertTrue(groups_without_spread(sums + parts.abs().sum() * 2).item())
+        """The same parts added in another order for each answer: the sums differ by more than 8 units in the last place."""
         for dtype in BOTH:
-            eps, scale = torch.finfo(dtype).eps, 2.0 ** draw.whole(-40, 40)  # a power of two: the gap is exact
-            for gap, equal in ((0, True), (1, True), (8, True), (9, False), (40, False)):
+            for count, offset in ((5, 0.0), (12, 0.0), (100, 0.0), (12, 3.0)):
+                parts = torch.rand(count, dtype=torch.float64, generator=draw.generator).to(dtype)
+                parts = torch.cat([parts, torch.tensor([offset, -offset], dtype=dtype)])  # that cancels
+                sums = torch.stack([functools.reduce(torch.add, parts[draw.order(len(parts))]) for _ in range(6)])
+                with self.subTest(dtype=dtype, parts=count, offset=offset):
+                    self.assertTrue(groups_without_spread(sums).item(), sums)
+                    self.assertEqual(group_advantages(sums).tolist(), [0.0] * 6)
+
+    def test_identity_tenths_added_in_different_ways(self):
+        for dtype, count in itertools.product(BOTH, (3, 10, 100, 1000)):
+            tenth = torch.tensor(0.1, dtype=dtype)
+            one_by_one = functools.reduce(torch.add, [tenth] * count)
+            one_tenth_of_them = functools.reduce(torch.add, [tenth] * max(1, count // 10))
+            in_parts = functools.reduce(torch.add, [one_tenth_of_them] * min(count, 10))
+            rewards = torch.stack([one_by_one, in_parts, count * tenth])
+            with self.subTest(dtype=dtype, tenths=count):
+                self.assertEqual(group_advantages(rewards).tolist(), [0.0] * 3)
+
+    @on_random_cases(10)
+    def test_identity_where_the_tolerance_lies(self, draw):
+        for dtype in (*BOTH, *HALF):
+            # Half precision: its own neighbours differ by 1000 times the tolerance, which is that of float32.
+            eps, scale = torch.finfo(dtype).eps, 2.0 ** draw.whole(-10, 10)  # a power of two: the gap is exact
+            gaps = {0: True, 1: False} if dtype in HALF else {0: True, 1: True, 128: True, 129: False, 999: False}
+            for gap, equal in gaps.items():
                 for sign in (1, -1):
-                    pair = sign * scale * torch.tensor([1.0, 1.0 + gap * eps], dtype=dtype)
+                    pair = (sign * scale * torch.tensor([1.0, 1.0 + gap * eps], dtype=torch.float64)).to(dtype)
                     self.assertEqual(groups_without_spread(pair).item(), equal, (dtype, gap))
+                    if gap:  # the mean is rounded, to a 129th of such a spread
+                        self.assertClose(group_advantages(pair, eps=0.0).abs(), [float(not equal)] * 2, atol=0.01)
+
+    def test_identity_real_differences_survive(self):
+        for dtype in (*BOTH, *HALF):
+            near_one, scores, whole = [0.95, 1, 0.97, 0.99], [4, 4.2, 4.1, 4.25], [100, 101, 102, 103]
+            for rewards in (near_one, scores, whole, [-2.5, -2.6, -2.4]):
+                stored = torch.tensor(rewards, dtype=dtype)
+                wanted = stored.double() - stored.double().mean()
+                wanted = wanted / wanted.square().mean().sqrt()
+                with self.subTest(dtype=dtype, rewards=rewards):
+                    self.assertFalse(groups_without_spread(stored).item())
+                    self.assertClose(group_advantages(stored), wanted, atol=2 * torch.finfo(dtype).eps + 1e-5)
+        self.assertFalse(groups_without_spread(torch.tensor([1.0, 1.0001])).item())
 
     def test_extremes(self):
         cases = (
             ([0.0, 0.0], True), ([0.0, -0.0], True), ([0.0, 1e-300], False), ([1e-300, 2e-300], False),
             ([1e4, -1e4], False), ([-1e4, -1e4], True), ([5.0], True), ([0.1 + 0.2, 0.3], True),
+            ([5e-324, 0.0], False), ([5e-324, 1e-323], False), ([1.7e308, -1.7e308], False), ([1.7e308, 1.7e308], True),
         )  # fmt: skip
         for rewards, equal in cases:
             self.assertEqual(groups_without_spread(f64(*rewards)).item(), equal, rewards)
@@ -1071,6 +1300,19 @@ class GroupAdvantages(OracleCase):
         self.assertEqual(group_advantages(f64(0.1 + 0.2, 0.3), eps=0.0).tolist(), [0, 0])
         self.assertEqual(group_advantages(torch.zeros(0, 4)).shape, (0, 4))
 
+    def test_extremes_at_the_ends_of_each_dtype(self):
+        """The largest and the smallest numbers there are, where a unit, its inverse or a difference leaves the dtype."""
+        for dtype in (*BOTH, *HALF):
+            limits = torch.finfo(dtype)
+            smallest = limits.smallest_normal * limits.eps
+            ends = (0, limits.max), (-limits.max, limits.max), (0, smallest), (smallest, 2 * smallest), (-smallest, 0)
+            for low, high in ends:
+                rewards = torch.tensor([low, high, high, low], dtype=dtype)
+                with self.subTest(dtype=dtype, low=low, high=high):
+                    self.assertEqual(group_advantages(rewards, eps=0).tolist(), [-1, 1, 1, -1])
+        self.assertClose(group_advantages(f64(1.7e308, 0, 0.85e308), eps=0.0), [math.sqrt(1.5), -math.sqrt(1.5), 0])
+        self.assertClose(group_advantages(f64(5e-324, 1e-323, 0), eps=0.0), [0, math.sqrt(1.5), -math.sqrt(1.5)])
+
     def test_extremes_any_finite_scale(self):
         """Squares of huge rewards overflow and squares of tiny ones vanish; the advantages do neither."""
         for dtype, sizes in ((torch.float64, (1e-200, 1e160, 1e307)), (torch.float32, (1e-30, 1e25, 1e37))):
@@ -1090,6 +1332,7 @@ class GroupAdvantages(OracleCase):
         )
         self.assertRefused(group_advantages, good, alone, *self.BAD_REWARDS)
         self.assertRefusesNumbers(group_advantages, good, "eps", "of at least 0", (-1e-8,))
+        self.assertClose(group_advantages(f64(0, 2), eps=2**70), [-(2.0**-70), 2.0**-70], atol=1e-30)
 
 
 class ZeroVarianceProbability(OracleCase):
@@ -1123,11 +1366,23 @@ class ZeroVarianceProbability(OracleCase):
                 uniform = torch.full((count,), 1 / count, dtype=torch.float64)
                 self.assertClose(zero_variance_probability(uniform, size), count ** (1.0 - size))
         self.assertEqual(zero_variance_probability(torch.tensor([1.0, 0.0]), 4096).item(), 1.0)
+        self.assertEqual(zero_variance_probability(f64(0.5, 0.5), 10**30).item(), 0.0)
+        for dtype in (torch.float32, *HALF):  # a softmax is accepted in its own rounding, however long
+            for count in (8, 1000, 100_000):
+                rows = Draw(count).normal(20, count).softmax(-1).to(dtype)
+                self.assertEqual(zero_variance_probability(rows, 8).dtype, dtype)
+        # A million shares of 1e-6 are 1.0133e-6 each in float16, whose smallest number is 6e-8.
+        many = torch.full((1, 1_000_000), 1e-6, dtype=torch.float16)
+        self.assertEqual(zero_variance_probability(many, 2).item(), torch.tensor(1e-6).half().item())
+        with self.assertRaisesRegex(ValueError, "likely logits"):
+            zero_variance_probability(torch.tensor([0.5, 0.51], dtype=torch.float16), 2)
 
     def test_refusals(self):
         good = dict(probabilities=f64(0.3, 0.7), group_size=3)
         self.assertRefusesWrongTensors(zero_variance_probability, **good)
         self.assertRefusesNumbers(zero_variance_probability, good, "group_size", "of at least 1", (0, -2, 0.5))
+        single = {"group_size": 1e39, "probabilities": torch.tensor([0.3, 0.7])}
+        self.assertRefused(zero_variance_probability, good, (single, ValueError, "^group_size: got 1e\\+39.*float32"))
         half = ({"group_size": 2.5}, ValueError, "^group_size: got 2.5, wanted a whole number$")
         self.assertRefused(zero_variance_probability, good, half)
         self.assertRefused(
@@ -1253,6 +1508,10 @@ class ResponseTokenLogps(OracleCase):
         self.assertEqual(response_logps(torch.zeros(0, 3, 1), nothing, nothing.bool()).shape, (0,))
 
     def test_refusals(self):
+        for bad in ([NAN, 0.0], [INF, 0.0], [-INF, -INF]):  # at a position that is used
+            logits = torch.tensor([[[0.0, 0.0], bad, [0.0, 0.0]]])
+            with self.subTest(bad=bad), self.assertRaisesRegex(ValueError, r"^logits: the row at index \[0, 1\] is no dist"):
+                response_token_logps(logits, torch.tensor([[0, 1, 1]]), flags([0, 1, 1]))
         good = dict(
             logits=torch.zeros(2, 3, 4),
             input_ids=torch.tensor([[0, 1, 2], [0, 3, 1]]),
@@ -1313,6 +1572,161 @@ class ResponseLogps(OracleCase):
         logits = draw.normal(vocabulary, vocabulary)[ids]  # the next token depends on this one
         mask = (torch.arange(length + 1) > 0).expand(ids.shape)
         self.assertClose(response_logps(logits, ids, mask).exp().sum(), 1)
+
+
+# ------------------------------------------------------------------------------------------ atoms: every dtype
+
+
+class EveryDtype(OracleCase):
+    """Each atom on numbers stored in each dtype, against itself in float64 on the same stored numbers."""
+
+    @staticmethod
+    def calls(draw: Draw) -> dict[str, tuple[Callable, dict[str, Tensor], dict]]:
+        """Of each atom its floating arguments, in float64, and the others."""
+        shape = (3, 8)
+        logp, other, third, fourth = (-draw.normal(*shape).abs() for _ in range(4))
+        numbers, near = draw.normal(3, *shape), logp + draw.normal(*shape, scale=0.01)
+        batch, actions = Sequences(draw), draw.below(8, 3)
+        sixteenths = f64(1, 1, 2, 4, 1, 3, 2, 2) / 16  # every dtype holds them, so that they sum to 1 in each
+        terminated = draw.flags(3, 40, share=0.05)
+        ends = dict(terminated=terminated, boundary=terminated | draw.flags(3, 40, share=0.05))
+        scores = dict(chosen=9 * logp, rejected=9 * other, ref_chosen=9 * third, ref_rejected=9 * fourth)
+        td = dict(zip(("rewards", "values", "next_values"), draw.normal(3, 3, 40)))
+        tokens = dict(input_ids=batch.ids, response_mask=batch.mask)
+        return {
+            "action_logps": (action_logps, dict(logits=3 * numbers[0]), dict(actions=actions)),
+            "reinforce_loss": (reinforce_loss, dict(logp=logp, returns=numbers[0]), {}),
+            "td_residuals": (td_residuals, td, dict(terminated=terminated, gamma=0.99)),
+            "gae": (gae, td, dict(ends, gamma=0.99, lam=0.95)),
+            "importance_ratio": (importance_ratio, dict(logp=logp, old_logp=other), {}),
+            "clipped_policy_loss": (clipped_policy_loss, dict(logp=logp, old_logp=other, advantages=numbers[0]), {}),
+            "clip_fraction": (clip_fraction, dict(logp=logp, old_logp=other), {}),
+            "clipped_value_loss": (
+                clipped_value_loss, dict(values=numbers[0], old_values=numbers[1], returns=numbers[2]), {},
+            ),
+            "categorical_kl": (categorical_kl, dict(logits=numbers[0], reference_logits=numbers[1]), {}),
+            "kl_estimates": (kl_estimates, dict(logp=logp, ref_logp=near), {}),
+            "preference_probability": (
+                preference_probability, dict(reward_chosen=numbers[0], reward_rejected=numbers[1]), {},
+            ),
+            "dpo_loss": (
+                dpo_loss, scores, {"beta": 0.1},
+            ),
+            "groups_without_spread": (groups_without_spread, dict(rewards=numbers[0]), {}),
+            "group_advantages": (group_advantages, dict(rewards=numbers[0]), {}),
+            "zero_variance_probability": (
+                zero_variance_probability, dict(probabilities=sixteenths[draw.order(8)].expand(3, 8)), {"group_size": 4},
+            ),
+            "response_token_logps": (response_token_logps, dict(logits=batch.logits), tokens),
+            "response_logps": (response_logps, dict(logits=batch.logits), tokens),
+        }  # fmt: skip
+
+    @staticmethod
+    def results_and_slopes(atom: Callable, floating: dict[str, Tensor], others: dict) -> list[Tensor]:
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in floating.items()}
+        results = atom(**leaves, **others)
+        results = results if isinstance(results, tuple) else (results,)
+        connected = [result.sum() for result in results if result.requires_grad]
+        slopes = torch.autograd.grad(connected, list(leaves.values()), allow_unused=True) if connected else ()
+        return [result.detach() for result in results] + [slope for slope in slopes if slope is not None]
+
+    def test_the_table_names_every_atom(self):
+        source = ast.parse(Path(rl_lab.__file__).read_text(encoding="utf-8"))
+        names = [getattr(node, "name", "") for node in source.body]
+        atoms = source.body[names.index("action_logps") : names.index("response_logps") + 1]
+        public = {n.name for n in atoms if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
+        self.assertEqual(set(self.calls(Draw(0))), public)
+
+    @on_random_cases(5)
+    def test_definition_in_every_dtype(self, draw):
+        """One rounding of the result, beside that of the arithmetic in float32; the result has the dtype of the numbers."""
+        for name, (atom, floating, others) in self.calls(draw).items():
+            for dtype in (torch.float32, *HALF):
+                stored = {key: tensor.to(dtype) for key, tensor in floating.items()}
+                got = self.results_and_slopes(atom, stored, others)
+                wanted = self.results_and_slopes(atom, {key: tensor.double() for key, tensor in stored.items()}, others)
+                self.assertEqual(len(got), len(wanted))
+                for mine, right in zip(got, wanted):
+                    with self.subTest(atom=name, dtype=dtype):
+                        self.assertEqual(mine.dtype, torch.bool if right.dtype == torch.bool else dtype)
+                        rtol = 0.75 * torch.finfo(dtype).eps + 2e-6
+                        torch.testing.assert_close(mine.double(), right.double(), rtol=rtol, atol=3e-6)
+
+    def test_mixed_dtypes_answer_in_the_wider_one(self):
+        for first, second, wanted in (
+            (torch.float16, torch.bfloat16, torch.float32),
+            (torch.float32, torch.float64, torch.float64),
+            (torch.bfloat16, torch.float32, torch.float32),
+        ):
+            loss = reinforce_loss(torch.tensor([-1.0], dtype=first), torch.tensor([2.0], dtype=second))
+            self.assertEqual((loss.dtype, loss.item()), (wanted, 2.0))
+
+    def test_half_precision_sums_and_small_differences(self):
+        """Numbers that are lost where arithmetic is done in the half precision itself."""
+        for dtype in HALF:
+            eps = torch.finfo(dtype).eps
+            with self.subTest("2,000 steps of reward 1: (1 - 0.999^2000) / 0.001 = 864.8, and not 256", dtype=dtype):
+                for rows in (1, 2, 20):
+                    one, none = torch.ones(rows, 2000, dtype=dtype), torch.zeros(rows, 2000, dtype=torch.bool)
+                    advantages, _ = gae(one, 0 * one, 0 * one, none, none, gamma=0.999, lam=1.0)
+                    self.assertClose(advantages[:, 0], [(1 - 0.999**2000) / 0.001] * rows, atol=eps * 865)
+            with self.subTest("k3 of d = 0.001 is d^2 / 2, and its slope d", dtype=dtype):
+                d = torch.tensor([1e-3, -1e-3], dtype=dtype, requires_grad=True)
+                k3 = kl_estimates(d, torch.zeros_like(d))[2]
+                self.assertClose(k3 / (d.double() ** 2 / 2), [1, 1], atol=0.13 if dtype == torch.float16 else 1e-2)
+                self.assertClose(torch.autograd.grad(k3.sum(), d)[0] / d, [1, 1], atol=2 * eps)
+            with self.subTest("the score of 500 tokens is their sum in float32, rounded once", dtype=dtype):
+                draw = Draw(1)
+                logits, ids = draw.normal(2, 501, 50, scale=3).to(dtype), draw.below(50, 2, 501)
+                mask = (torch.arange(501) > 0).expand(2, -1)
+                exact = response_logps(logits.double(), ids, mask)
+                self.assertTrue(torch.equal(response_logps(logits, ids, mask), exact.to(dtype)))
+                for vocabulary in range(2, 40):  # equal tokens: each would be rounded to the same side
+                    level = torch.zeros(1, 101, vocabulary, dtype=dtype)
+                    scores = response_logps(level, torch.zeros(1, 101).long(), mask[:1, :101])
+                    self.assertEqual(scores.item(), torch.tensor(-100 * math.log(vocabulary)).to(dtype).item())
+            with self.subTest("the cap of the ratio is that of the dtype: no inf", dtype=dtype):
+                far = torch.tensor([50.0 if dtype == torch.float16 else 1e4], dtype=dtype, requires_grad=True)
+                loss = clipped_policy_loss(far, torch.zeros_like(far), -torch.ones_like(far))
+                self.assertTrue(loss.isfinite().all() and importance_ratio(far, 0 * far).isfinite().all())
+                self.assertEqual(torch.autograd.grad(loss.sum(), far)[0].item(), 0)
+            with self.subTest("a clip so wide that it never acts", dtype=dtype):
+                logp = torch.tensor([1.0], dtype=dtype)
+                self.assertClose(clipped_policy_loss(logp, 0 * logp, -logp, epsilon=1e6), [math.e], atol=2 * eps)
+
+    def test_no_atom_depends_on_the_default_dtype(self):
+        calls = self.calls(Draw(3))
+        before = torch.get_default_dtype()
+        try:
+            for dtype in (torch.float32, torch.float64):
+                right = {}
+                for default in (torch.float32, torch.float64, *HALF):
+                    torch.set_default_dtype(default)
+                    for name, (atom, floating, others) in calls.items():
+                        stored = {key: tensor.to(dtype) for key, tensor in floating.items()}
+                        got = [(x.dtype, x.tolist()) for x in self.results_and_slopes(atom, stored, others)]
+                        with self.subTest(atom=name, dtype=dtype, default=default):
+                            self.assertEqual(str(got), str(right.setdefault(name, got)))
+        finally:
+            torch.set_default_dtype(before)
+
+
+class AnotherInterpreter(OracleCase):
+    def test_nothing_depends_on_the_default_dtype_or_on_docstrings(self):
+        """Every worked example and some steps of every training, in a process with another default, run with -OO."""
+        program = (
+            "import torch\n"
+            "torch.set_default_dtype(torch.float16)\n"
+            "import rl_lab\n"
+            "print([example.result for example in rl_lab.worked_examples()])\n"
+            "print([rl_lab.train(name, steps=2).history for name in ('ppo', 'dpo', 'grpo')])\n"
+        )
+        command, folder = [sys.executable, "-OO", "-B", "-c", program], Path(rl_lab.__file__).parent
+        finished = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        self.assertEqual(finished.stderr, "")
+        examples = [example.result for example in rl_lab.worked_examples()]
+        histories = [rl_lab.train(name, steps=2).history for name in ("ppo", "dpo", "grpo")]
+        self.assertEqual(finished.stdout.splitlines(), [repr(examples), repr(histories)])
 
 
 # ------------------------------------------------------------------------------------------ reductions
@@ -1475,6 +1889,18 @@ class Descend(OracleCase):
         self.assertEqual(optimizer.received[0].tolist(), [3, 4])
         self.assertEqual(descend((parameter * f64(0, 0)).sum(), optimizer, 5.0, "here"), 0.0)
         self.assertEqual(optimizer.received[0].tolist(), [0, 0])
+
+    def test_identity_nothing_is_said(self):
+        """A loss that is handed on as a tensor where a number is wanted makes torch warn on stderr, once per process."""
+        parameter = leaf(1, 2)
+        torch.set_warn_always(True)
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                descend(parameter.square().sum(), RecordingOptimizer(parameter), 5.0, "here")
+        finally:
+            torch.set_warn_always(False)
+        self.assertEqual([str(warning.message) for warning in said], [])
 
     def test_identity_one_adam_step_on_the_scaled_gradient(self):
         mine, theirs = leaf(1, 2), leaf(1, 2)
@@ -1953,6 +2379,20 @@ class SgdStep(OracleCase):
 
 
 # ------------------------------------------------------------------------------------------ plot_results.py
+
+
+class WholeCheck(OracleCase):
+    def test_it_starts_from_a_table_of_zeros(self):
+        """To the last bit, since results-tokens.json is compared by bytes: equal logits of 1 give other last digits."""
+        zeros, ids, mask = torch.zeros(5, 5, dtype=torch.float64), token_objectives.INPUT_IDS, token_objectives.RESPONSE_MASK
+        report = token_objectives.run_check()
+        for name, loss in (
+            ("dpo", lambda t: token_objectives.dpo_sequence_loss(t, zeros, ids, mask)),
+            ("grpo", lambda t: token_objectives.grpo_sequence_loss(t, zeros, zeros, ids, mask)),
+        ):
+            step = token_objectives.sgd_step(loss, zeros)
+            for field in ("loss_before", "loss_after", "gradient_norm"):
+                self.assertEqual(report[name][field], getattr(step, field), (name, field))
 
 
 class PlottedFormulas(OracleCase):

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 from verification import mutations
 
@@ -45,16 +46,59 @@ class Teeth(unittest.TestCase):
         for mutant in self.mutants[::200]:  # the command itself refuses one that is no program
             compile(mutant.apply(self.sources[mutant.file]), mutant.file, "exec")
 
-    @unittest.skipIf(sys.version_info < (3, 11), "a mutant's name is what ast.unparse prints, which changed in Python 3.11")
     def test_every_listed_equivalent_is_still_a_mutant_and_has_a_reason(self):
+        """Those of a function that was changed since are dropped with a notice; that is no failure."""
         keys = {mutant.key for mutant in self.mutants}
-        groups = json.loads(mutations.EQUIVALENT.read_text(encoding="utf-8"))
-        listed = [key for group in groups for key in group["mutants"]]
-        self.assertEqual(len(listed), len(set(listed)))
-        self.assertEqual([key for key in listed if key not in keys], [])
-        for group in groups:
+        listed = json.loads(mutations.EQUIVALENT.read_text(encoding="utf-8"))
+        everything = [key for group in listed["groups"] for key in group["mutants"]]
+        self.assertEqual(len(everything), len(set(everything)))
+        self.assertEqual(set(map(mutations.place_of, everything)), set(listed["functions"]))
+        equivalents = mutations.read_equivalents(self.sources)
+        self.assertEqual([key for key in equivalents.reasons if key not in keys], [])
+        for group in listed["groups"]:
             self.assertGreater(len(group["reason"].split()), 3)
             self.assertTrue(group["mutants"])
+
+    def test_a_changed_function_drops_its_equivalents_and_no_other(self):
+        before = "def f(x):\n    return max(x, 0)\n\n\ndef g(x):\n    return max(x, 0)\n"
+        listed = {"functions": {**mutations.function_stamps("f.py", before), "h.py f": "as it was"}}
+        listed["groups"] = [{"reason": "so it is here", "mutants": ["f.py f: 0 -> 1", "f.py g: 0 -> 1", "h.py f: 0 -> 1"]}]
+        changes = (
+            (before, []),
+            (before.replace("def g", "# a word\n\ndef g").replace("f(x):", 'f(x):\n    """What it does."""'), []),
+            (before.replace("max(x, 0)", "max(\n        x, 0\n    )"), []),
+            ("\n\nimport sys\n" + before + "def h(x):\n    return 0\n", []),
+            (before.replace("return max(x, 0)", "return max(x, 0, 0)", 1), ["f.py f: 0 -> 1"]),
+            (before.partition("def g")[0], ["f.py g: 0 -> 1"]),
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "equivalent.json"
+            with mock.patch.object(mutations, "EQUIVALENT", path):
+                for after, dropped in changes:
+                    with self.subTest(after=after):
+                        path.write_text(json.dumps(listed), encoding="utf-8")
+                        found = mutations.read_equivalents({"f.py": after})
+                        self.assertEqual(list(found.dropped), dropped)
+                        self.assertEqual(len(found.reasons), 2 - len(dropped))
+                        self.assertEqual(found.notice().count("changed since"), len(dropped))
+                        mutations.restamp({"f.py": after})
+                        again = mutations.read_equivalents({"f.py": after})
+                        self.assertEqual(again.notice(), "")
+                        self.assertEqual(json.loads(path.read_text())["groups"][0]["mutants"][-1], "h.py f: 0 -> 1")
+
+    def test_files_of_an_extension_and_the_tests_that_are_meant_for_them(self):
+        file = "extensions/trust_region/step.py"
+        self.assertEqual(mutations.test_modules([file]), ["extensions.trust_region.test_trust_region"])
+        self.assertIn("test_rl_lab", mutations.test_modules(["rl_lab.py"]))
+        of_the_audit = mutations.test_modules(["extensions/audit/search/loss.py"])
+        self.assertLess({"verification.test_audit_table", "extensions.audit.test_captures"}, set(of_the_audit))
+        self.assertFalse(any(name.startswith("extensions.objectives") for name in of_the_audit))
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            files = [str(mutations.ROOT / name) for name in (file, "test_rl_lab.py")]
+            mutations.main(["--list", "--sample", "60", "--files", *files])
+        self.assertEqual(len(set(out.getvalue().splitlines())), 60)
+        self.assertEqual({line.partition(":")[0] for line in out.getvalue().splitlines()}, {file})
 
     def test_mechanical_mutants_of_a_small_source(self):
         source = (
@@ -101,7 +145,12 @@ class Teeth(unittest.TestCase):
         self.assertRegex(out, r"\ntotal +2 +0 +1 +0\n$")
 
     def test_bad_flags(self):
-        for arguments, words in ((["--jobs", "0"], "--jobs: got 0"), (["--only", "no such mutant"], "no mutant contains")):
+        for arguments, words in (
+            (["--jobs", "0"], "--jobs: got 0"),
+            (["--only", "no such mutant"], "no mutant contains"),
+            (["--sample", "0"], "--sample: got 0"),
+            (["--files", "nothing.py"], "--files: nothing.py: wanted a Python file"),
+        ):
             err = io.StringIO()
             with self.assertRaises(SystemExit) as stop, contextlib.redirect_stderr(err):
                 mutations.main(arguments)

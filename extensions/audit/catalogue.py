@@ -359,6 +359,14 @@ CATALOGUE: dict[str, Mistake] = {
         "the gradient is that of a known objective times a factor that no recorded count explains",
         "record num_items_in_batch, budget (max_completion_length), accumulation_steps, world_size, or the loss scale",
     ),
+    "nothing_checked": Mistake(
+        "nothing in this recording could be recomputed, so nothing was checked",
+        "record what a check needs: logps, mask, advantages and loss with dloss_dlogps; --recipes prints how",
+    ),
+    "final_value_missing": Mistake(
+        "an episode was cut inside the buffer, and the critic's value of its true final observation is not recorded",
+        "record terminal_values (or next_values before any reset)",
+    ),
     "not_reproduced": Mistake(
         "no hypothesis reproduces what was reported",
         "record what is listed as missing; an objective outside the table cannot be named (see NOT_EXPRESSED in objectives)",
@@ -376,12 +384,12 @@ NOTES: dict[str, str] = {
     "negative_k1": "a mean of k1 below 0 is noise of a small sample: k3 on the same tokens is positive",
     "prompt_cancels": "prompt log-probabilities cancel in a DPO margin when both answers share the prompt, so summing them "
     "changes nothing",
-    "k3_gradient": "k3 in the loss without a ratio has the gradient of KL(ref || policy) on average; its value estimates "
+    "k3_gradient": "as in the paper, nothing to change: k3 in the loss without a ratio has the gradient of KL(ref || policy) on average; its value estimates "
     "KL(policy || ref)",
     "divided_by_whole_number": "the loss equals the row divided by a whole number: right if that is the number of "
     "accumulation steps",
     "unnamed_combination": "every choice is a known one, and no named row of the table combines them this way",
-    "reduction_named": "which reduction the loss follows",
+    "log_density_above_0": "log-probabilities above 0 are densities of real-valued actions: nothing is wrong",
 }
 
 

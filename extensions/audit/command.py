@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
+import traceback
 from pathlib import Path
 from typing import Sequence
 
 import rl_lab
 from extensions.audit.catalogue import CATALOGUE, NOTES, SEVERITIES
 from extensions.audit.declared import parse_declared
-from extensions.audit.read.recording import ALIASES, SUFFIXES, read_recording
+from extensions.audit.read.recording import read_recording
 from extensions.audit.recipes import RECIPES
 from extensions.audit.run import audit
 from extensions.audit.say.report import printed
 from extensions.audit.search.pairs import is_preference
-
-
-def names_table() -> str:
-    """The names accepted for every array and number, for --help."""
-    lines = []
-    for name, others in ALIASES.items():
-        lines += textwrap.wrap(
-            f"{name}" + (f" = {', '.join(others)}" if others else ""), 100, initial_indent="  ", subsequent_indent="      "
-        )
-    return "\n".join(lines)
+from extensions.read import SUFFIXES
+from extensions.read.names import table_text
 
 
 def list_mistakes() -> str:
@@ -47,7 +41,9 @@ def build_parser() -> rl_lab.LabParser:
         description="Recompute one recorded batch of a trainer: which advantage rule, objective, reduction and KL it "
         "follows, whether the gradient agrees, and which known mistakes are in it.",
         epilog=f"formats: {', '.join(SUFFIXES)} (.npz without pickles, .pt weights only, .jsonl one response a line)\n\n"
-        f"names (each with the other names that are accepted; N rows, T tokens):\n{names_table()}\n\n"
+        f"names, with shape, meaning and the other names that are accepted; dloss_d + any of them is a gradient\n"
+        "(N rows, T tokens, M rows of the generation batch, P pairs, F reward functions, V vocabulary, E environments):\n"
+        f"{table_text()}\n\n"
         "example:\n  python -m extensions.audit extensions/audit/captures/trl_grpo_grpo_pass2.npz --declared grpo@trl-1.16.0",
     )
     parser.add_argument("batch", nargs="?", type=Path, metavar="BATCH", help="the recorded batch")
@@ -82,46 +78,73 @@ def build_parser() -> rl_lab.LabParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """The command. Exit 0, 1 only for a finding at or above --fail-on, 2 for everything else that ends it."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
+    try:
+        text, is_clean = _work(parser, arguments)
+        if text:
+            print(text)
+        sys.stdout.flush()
+    except rl_lab.FileProblem as problem:
+        parser.exit(2, f"{parser.prog}: error: {rl_lab.one_line(problem)}\n")
+    except MemoryError:
+        parser.exit(2, f"{parser.prog}: error: {rl_lab.one_line(arguments.batch)}: does not fit into memory\n")
+    except BrokenPipeError:
+        _silence_stdout()  # the reader went away (head, less): what it has not read, it does not know
+        sys.exit(2)
+    except OSError as problem:
+        _silence_stdout()
+        parser.exit(2, f"{parser.prog}: error: cannot print ({problem.strerror or problem})\n")
+    except Exception as problem:
+        parser.exit(2, f"{parser.prog}: error: {_own_error(problem)}\n")
+    if not is_clean:
+        sys.exit(1)
+
+
+def _silence_stdout() -> None:
+    """What is left in the buffer must not fail again when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _own_error(problem: Exception) -> str:
+    """An exception that no check has foreseen is a bug of ours, never the file's fault: which, and where."""
+    frame = traceback.extract_tb(problem.__traceback__)[-1]
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    return (
+        f"an error inside the audit ({type(problem).__name__} at {place}: {rl_lab.one_line(problem)[:160]}); "
+        "please report it, with the file if you can"
+    )
+
+
+def _work(parser: rl_lab.LabParser, arguments) -> tuple[str, bool]:
+    """What the arguments ask for: the text to print, and whether no finding reaches --fail-on."""
     if arguments.list or arguments.recipes:
-        print(list_mistakes() if arguments.list else RECIPES)
-        return
-    if arguments.damaged is not None and (not arguments.self_test or arguments.damaged < 1):
-        parser.error(f"argument --damaged: got {arguments.damaged}, wanted a number above 0, with --self-test")
+        return (list_mistakes() if arguments.list else RECIPES), True
+    if arguments.damaged is not None and not arguments.self_test:
+        parser.error("argument --damaged: goes with --self-test")
+    if arguments.damaged is not None and arguments.damaged < 1:
+        parser.error(f"argument --damaged: got {arguments.damaged}, wanted a number above 0")
     if arguments.self_test:
         from extensions.audit.proof import damaged, table  # minutes of work: not a part of the usual start
 
-        is_good = damaged.run_damaged(arguments.damaged) if arguments.damaged else table.run(arguments.json)
-        sys.exit(0 if is_good else 1)
+        return "", damaged.run_damaged(arguments.damaged) if arguments.damaged else table.run(arguments.json)
     if arguments.batch is None:
         parser.error("the following arguments are required: BATCH (a recorded batch), or --recipes, --list or --self-test")
     try:
         declared, numbers = parse_declared(arguments.declared, arguments.settings)
     except ValueError as problem:
         parser.error(str(problem))
-    try:
-        if arguments.json is not None:
-            rl_lab.check_writable([arguments.json], expected_bytes=20_000)
-        recording = read_recording(arguments.batch)
-        if declared is not None and declared.is_pairs != is_preference(recording):
-            kind = "pairs" if declared.is_pairs else "rollouts"
-            parser.error(
-                f"argument --declared: {arguments.declared} is a row for {kind}, and {arguments.batch} holds the other kind"
-            )
-        report = audit(recording, declared, numbers)
-        if arguments.json is not None:
-            rl_lab.replace_files({arguments.json: rl_lab.json_text(report.as_json())})
-    except rl_lab.FileProblem as problem:
-        parser.exit(2, f"{parser.prog}: error: {problem}\n")
-    except (ValueError, TypeError, IndexError, KeyError, RuntimeError, ArithmeticError) as problem:
-        # What no check has foreseen still ends in one line: the arrays came from outside.
-        short = " ".join(str(problem).split())[:200]
-        parser.exit(2, f"{parser.prog}: error: {arguments.batch}: its arrays do not fit together ({short})\n")
-    except MemoryError:
-        parser.exit(2, f"{parser.prog}: error: {arguments.batch}: does not fit into memory\n")
-    print(printed(report, str(arguments.batch)))
+    if arguments.json is not None:
+        rl_lab.check_writable([arguments.json], expected_bytes=20_000)
+    recording = read_recording(arguments.batch)
+    shown = rl_lab.one_line(arguments.batch)
+    if declared is not None and declared.is_pairs != is_preference(recording):
+        kind = "pairs" if declared.is_pairs else "rollouts"
+        parser.error(f"argument --declared: {arguments.declared} is a row for {kind}, and {shown} holds the other kind")
+    report = audit(recording, declared, numbers)
+    if arguments.json is not None:
+        rl_lab.replace_files({arguments.json: rl_lab.json_text(report.as_json())})
     worst = report.worst()
-    if arguments.fail_on != "never" and worst is not None and SEVERITIES.index(worst) >= SEVERITIES.index(arguments.fail_on):
-        sys.stdout.flush()
-        sys.exit(1)
+    fails = arguments.fail_on != "never" and worst is not None
+    return printed(report, shown), not (fails and SEVERITIES.index(worst) >= SEVERITIES.index(arguments.fail_on))

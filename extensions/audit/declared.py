@@ -14,9 +14,10 @@ from typing import Sequence
 
 import numpy as np
 
-from extensions.audit.read.recording import CANONICAL, NUMBERS, Recording
+from extensions.audit.read.recording import Recording
 from extensions.audit.search.match import Match
 from extensions.objectives import PREFERENCE_ROWS, ROWS, PreferenceRow, Row
+from extensions.read.names import CANONICAL, NUMBERS
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,7 @@ class Declared:
         fields: dict = {"ratio": row.ratio, "reduction": row.reduction}
         if row.ratio != "none":
             fields["surrogate"] = row.surrogate
-            if (
-                row.surrogate in ("clip", "dual_clip", "capped_clip", "cispo", "dppo_tv", "dppo_kl")
-                or row.ratio == "sequence_mean_of_clipped"
-            ):
+            if row.reads("clip_low"):
                 low = recording.number("clip_low", row.clip_low) if "clip_low" not in self.set_fields else row.clip_low
                 high = recording.number("clip_high", row.clip_high) if "clip_high" not in self.set_fields else row.clip_high
                 if row.surrogate == "cispo":
@@ -69,6 +67,8 @@ class Declared:
         fields = {"baseline": row.baseline, "scale": row.scale, "credit": row.credit, "reward_parts": row.reward_parts}
         if row.scale != "none":
             fields |= {"std_ddof": row.std_ddof, "std_eps": float(row.std_eps), "std_guard": row.std_guard}
+        if row.baseline == "gae" or row.credit == "reward_to_go":
+            fields |= {"gamma": float(row.gamma)} | ({"lam": float(row.lam)} if row.baseline == "gae" else {})
         return {} if row.baseline == "given" and row.scale == "none" else fields
 
 
@@ -78,49 +78,91 @@ ADVANTAGE_DEFAULTS = {"credit": "outcome", "reward_parts": "sum_then_normalise",
 def parse_declared(name: str | None, settings: Sequence[str]) -> tuple[Declared | None, dict[str, float]]:
     """--declared ROW and --set key=value -> the row with its fields set, and numbers for the recording.
 
-    Raises ValueError for an unknown name or a value that does not fit.
+    A key is a field of the declared row, or a number of a recording under any of its names; where it is both, as beta, it is
+    set in both, and a value that is no number is the field's. Raises ValueError for an unknown name, a value that does not
+    fit, and a key that is given twice.
     """
-    numbers: dict[str, float] = {}
-    changes: dict[str, object] = {}
     known = {**ROWS, **PREFERENCE_ROWS}
     if name is not None and name not in known:
-        import difflib
-
-        near = difflib.get_close_matches(name, known, n=3)
-        raise ValueError(
-            f"--declared: got {name!r}, wanted a row of the table"
-            + (f"; near: {', '.join(near)}" if near else "; python -m extensions.objectives --list names them")
-        )
+        raise ValueError(f"--declared: got {name!r}, wanted a row of the table{_near(name, known)}")
     row = known.get(name) if name else None
-    types = {f.name: f.type for f in dataclasses.fields(row)} if row is not None else {}
+    fields = {f.name: f.type for f in dataclasses.fields(row) if f.name not in _WORDS} if row is not None else {}
+    numbers: dict[str, float] = {}
+    changes: dict[str, object] = {}
+    given: dict[str, str] = {}
     for setting in settings:
         key, sign, text = setting.partition("=")
         if not sign or not key:
             raise ValueError(f"--set: got {setting!r}, wanted key=value")
-        canonical = CANONICAL.get(key, key)
-        used = False
-        if key in types and key not in ("name", "source", "differs"):
-            value: object = text
-            if types[key] in ("float", "int"):
-                value = _number(key, text)
-                value = int(value) if types[key] == "int" else value
-            changes[key] = value
-            used = True
-        if canonical in NUMBERS:
-            numbers[canonical] = _number(key, text)
-            used = True
-        if canonical == "beta" and row is not None and isinstance(row, Row):
-            changes["kl_coef"] = _number(key, text)
-        if key == "kl_coef":
-            numbers["beta"] = _number(key, text)
-        if not used:
-            raise ValueError(
-                f"--set: {key!r} is no number of a recording"
-                + (" and no field of the declared row" if row else "; fields of a row need --declared")
-            )
+        role = _ROLE_OF_FIELD.get(key, CANONICAL.get(key, key))
+        if role in given:
+            raise ValueError(f"--set: {given[role]!r} and {setting!r} set the same number twice")
+        given[role] = setting
+        is_field = key in fields
+        is_number = role in NUMBERS and not (is_field and fields[key] not in ("int", "float"))
+        if is_field and isinstance(row, PreferenceRow) and key != "beta":
+            is_number = False  # gamma is SimPO's margin there, not a discount
+        if not is_field and not is_number:
+            raise ValueError(f"--set: {key!r} is no number of a recording" + _no_field(key, fields))
+        if is_field:
+            changes[key] = _value_of_field(row, key, fields[key], text)
+        if is_number:
+            numbers[role] = _number(key, text)
+            if role == "beta" and isinstance(row, Row):
+                changes["kl_coef"] = numbers[role]
     if row is not None and changes:
-        row = replace(row, **changes)
+        try:
+            row = _named_as_in_the_table(replace(row, **changes), known)
+        except ValueError as problem:
+            raise ValueError(f"--set: {problem}") from problem
     return (Declared(row, tuple(changes)) if row is not None else None), numbers
+
+
+_WORDS = ("name", "source", "differs")
+"""Fields of a row that are text about it."""
+_ROLE_OF_FIELD = {"kl_coef": "beta"}
+
+
+def _named_as_in_the_table(row: Row | PreferenceRow, known: dict) -> Row | PreferenceRow:
+    """dpo with loss=ipo is the row ipo: the name follows the choices of a preference row."""
+    if not isinstance(row, PreferenceRow):
+        return row
+    choices = [f.name for f in dataclasses.fields(row) if f.type == "str" and f.name not in _WORDS]
+
+    def same(other) -> bool:
+        return isinstance(other, PreferenceRow) and all(getattr(other, name) == getattr(row, name) for name in choices)
+
+    if same(known[row.name]):
+        return row
+    return replace(row, name=next((name for name, other in known.items() if same(other)), f"{row.name} with --set"))
+
+
+def _near(name: str, known) -> str:
+    near = difflib.get_close_matches(name, known, n=3)
+    return f"; near: {', '.join(near)}" if near else "; python -m extensions.objectives --list names them"
+
+
+def _no_field(key: str, fields: dict) -> str:
+    near = difflib.get_close_matches(key, [*fields, *CANONICAL], n=3)
+    text = " and no field of the declared row" if fields else "; fields of a row need --declared"
+    return text + (f"; near: {', '.join(near)}" if near else "")
+
+
+def _value_of_field(row: Row | PreferenceRow, key: str, kind: str, text: str) -> object:
+    """The text as this field of the row takes it: a number, a whole number, or one of the words in the table."""
+    if kind == "float":
+        return _number(key, text)
+    if kind == "int":
+        value = _number(key, text)
+        if value != int(value):
+            raise ValueError(f"--set {key}: got {text!r}, wanted a whole number")
+        return int(value)
+    if kind == "bool":
+        words = {"true": True, "1": True, "false": False, "0": False}
+        if text.lower() not in words:
+            raise ValueError(f"--set {key}: got {text!r}, wanted true or false")
+        return words[text.lower()]
+    return text
 
 
 def _number(key: str, text: str) -> float:

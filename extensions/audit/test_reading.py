@@ -13,7 +13,8 @@ import torch
 from extensions.audit import audit
 from extensions.audit.proof.damaged import _Hostile, survive
 from extensions.audit.proof.truth import load
-from extensions.audit.read.recording import ALIASES, read_recording, recording_from
+from extensions.audit.read.recording import read_recording, recording_from
+from extensions.read.names import ALIASES
 from rl_lab import FileProblem
 from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 

@@ -36,11 +36,23 @@ A new objective is one entry in the table and one test:
     def test_my_grpo(self):                             # the gradient, by a route that does not use the engine
         self.assert_gradient_is_that_of_autograd(ROWS["my_grpo"])
 
-A new choice is a line in CHOICES with its formula, a function beside its relatives, and its name in their dictionary.
+A new choice is one entry in the table of its step: formula, function, numbers with their ranges, the arrays it needs.
 
-Letters: N rows (answers), T padded width, P groups or pairs, G answers to one prompt, V vocabulary; l, l0, lr the
-log-probability of a token under the current, old and reference policy; r a ratio, A an advantage, R a reward, T_i the
-counted tokens of an answer, sg[.] a value without gradient.
+    surrogates.py   RATIOS, SURROGATES (band, words)      sampler.py             sampler and trainer: weights, dropping
+    kl.py           KLS, KL_GRADIENTS                     selection.py           which tokens a term is taken over
+    advantages.py   BASELINES, GROUP_SCALES, GUARDS       reduction.py           REDUCTIONS
+    critic.py       VALUE_LOSSES                          preference_losses.py   LOSSES
+    batch.py        what a batch holds                    choices.py             fields of a row, put together from these
+    engine.py       evaluate                              rows*.py               the named rows
+
+Row's fields, CHOICES, NUMBERS, RANGES and STEPS are made from those tables. Stable for other extensions: ROWS and
+PREFERENCE_ROWS (name -> row), Row and PreferenceRow (dataclasses.replace; needs, choices, reads, loss_extras,
+advantage_extras), make_batch and make_preferences, evaluate, evaluate_preference, compute_advantages, reduction_weights,
+explain, lacking, suited.
+
+Letters: N rows (answers), T padded width, P groups or pairs, G answers to one prompt, V vocabulary; l, l0, lr, ls the
+log-probability of a token under the current policy, the old one, the reference, and the program that sampled; r a ratio, A
+an advantage, R a reward, T_i the counted tokens of an answer, sg[.] a value without gradient.
 
 Same as the sources named in each row; where a paper leaves a constant open the row says which one stands here. Left out,
 with the reason: `NOT_EXPRESSED`.
@@ -71,7 +83,7 @@ from extensions.objectives.advantages import (
     token_rewards,
     variance_of,
 )
-from extensions.objectives.batch import GENERATION, PER_TOKEN, PER_TOKEN_FLAGS, Batch, make_batch
+from extensions.objectives.batch import GENERATION, PER_ROW, PER_TOKEN, PER_TOKEN_FLAGS, Batch, make_batch
 from extensions.objectives.choices import CHOICES, FIELDS, NUMBERS, RANGES, STEPS, Row
 from extensions.objectives.critic import VALUE_LOSSES, value_loss_and_slope
 from extensions.objectives.engine import Evaluation, Weighing, evaluate, loss_to_backpropagate
@@ -88,19 +100,23 @@ from extensions.objectives.explain import (
 from extensions.objectives.kl import KLS, KL_GRADIENTS, exact_kl, kl_estimate
 from extensions.objectives.pairs import (
     PREFERENCE_CHOICES,
+    PREFERENCE_FIELDS,
     PREFERENCE_LOSSES,
     PreferenceEvaluation,
     PreferenceRow,
     Preferences,
+    evaluate_preference,
+    make_preferences,
+)
+from extensions.objectives.preference_losses import (
+    PreferenceLoss,
     aot,
     aot_unpaired_loss,
     bco_loss,
-    evaluate_preference,
     exo_loss,
     hinge_loss,
     ipo_loss,
     kto,
-    make_preferences,
     orpo_loss,
     robust_loss,
     sigmoid_loss,
@@ -109,7 +125,9 @@ from extensions.objectives.pairs import (
     sppo_hard_loss,
 )
 from extensions.objectives.reduction import REDUCTIONS, reduction_weights
-from extensions.objectives.rows import NOT_EXPRESSED, OTHER_ROWS, PAPER_ROWS, PREFERENCE_ROWS, ROWS, TRL_ROWS, VERL_ROWS
+from extensions.objectives.rows import LATER_ROWS, NOT_EXPRESSED, OTHER_ROWS, PAPER_ROWS, ROWS, TRL_ROWS, VERL_ROWS
+from extensions.objectives.rows_captured import CAPTURED_ROWS
+from extensions.objectives.rows_pairs import PREFERENCE_ROWS
 from extensions.objectives.sampler import (
     SAMPLER_BOUNDS,
     SAMPLER_CORRECTIONS,

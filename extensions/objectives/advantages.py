@@ -34,7 +34,7 @@ def soft_overlong_penalty(lengths: Tensor, longest: float, cache: float) -> Tens
 
 
 class Groups(NamedTuple):
-    """Answers arranged one group a row, (P, G); a shorter group is filled up, and `real` marks what is not filling."""
+    """Answers arranged one group per row, (P, G); a shorter group is filled up, and `real` marks what is not filling."""
 
     members: Tensor  # (P, G) row numbers
     real: Tensor  # (P, G) bool
@@ -160,7 +160,7 @@ def _group_ids(row: Row, answers: Answers) -> Tensor:
 
 # ------------------------------------------------------------------------------------------ step 2: advantage
 
-# A baseline takes the rewards one group a row (P, G), which of them are real, the lengths, and returns what is left.
+# A baseline takes the rewards one group per row (P, G), which of them are real, the lengths, and returns what is left.
 
 
 def mean_of(table: Tensor, real: Tensor) -> Tensor:
@@ -208,7 +208,9 @@ BASELINES: dict[str, Choice] = {
 GROUP_BASELINES = tuple(BASELINES)
 
 OTHER_BASELINES: dict[str, Choice] = {
-    "given": Choice("A as the batch holds it: a length penalty or a KL in the reward is in it already", needs=("advantages",)),
+    "given": Choice(
+        "A as the batch holds it: a length penalty or a KL in the reward is in it already", needs=("advantages",)
+    ),
     "none": Choice("A = R", needs=("rewards",)),
     "batch_mean": Choice("A_i = R_i - mean of the whole batch", needs=("rewards",)),
     "greedy": Choice("A = R - reward of the greedy answer to the same prompt", needs=("rewards", "reward_baselines")),
@@ -270,7 +272,7 @@ REWARD_CLIPS: dict[str, Choice] = {
     "none": Choice("rewards are not cut"),
     "before_baseline": Choice("R cut to [-limit, limit] before a KL is subtracted and before any baseline",
         numbers=(REWARD_LIMIT,)),
-    "after_baseline": Choice("what baseline and group scale have left is cut to [-limit, limit], before a KL after the baseline",
+    "after_baseline": Choice("what baseline and group scale leave is cut to [-limit, limit], before a KL after the baseline",
         numbers=(REWARD_LIMIT,)),
 }  # fmt: skip
 
@@ -329,7 +331,7 @@ def advantages_and_targets(row: Row, batch: Batch, mask: Tensor) -> tuple[Tensor
 
 
 def after_the_baseline(row: Row, batch: Batch, advantages: Tensor) -> Tensor:
-    """What becomes of one number an answer (N, 1): spread over time, less a KL that is subtracted now. (N, 1) or (N, T).
+    """What becomes of one number per answer (N, 1): spread over time, less a KL that is subtracted now. (N, 1) or (N, T).
 
     reward_to_go: the number is the reward of the last token, A_t = sum_{j >= t} gamma^(j - t) (x_j - coef KL_j).
     outcome: A_t = x - coef KL_t.

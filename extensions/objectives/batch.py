@@ -74,7 +74,11 @@ class Batch:
         return self.row_ids is not None and self.gen_rewards is not None
 
 
-PER_TOKEN = ("old_logps", "ref_logps", "sampler_logps", "token_level_rewards", "values", "next_values", "vpreds", "returns", "entropies")
+PER_TOKEN = (
+    "old_logps", "ref_logps", "sampler_logps", "token_level_rewards", "values", "next_values", "vpreds", "returns",
+    "entropies",
+)  # fmt: skip
+PER_ROW = ("rewards", "reward_baselines")
 PER_TOKEN_FLAGS = ("terminated", "boundary", "selected_tokens")
 GENERATION = ("gen_rewards", "gen_rewards_per_func", "gen_group_ids", "gen_lengths", "gen_kl")
 
@@ -157,7 +161,7 @@ class _Reader:
         return self._per_token(name, boolean(name, value))
 
     def row_rewards(self, name: str, value) -> Tensor:
-        return shaped(name, floating(name, value, self.dtype), (self.rows,), "one number a row")
+        return shaped(name, floating(name, value, self.dtype), (self.rows,), "one number per row")
 
     def row_numbers(self, name: str, value) -> Tensor:
         made = self.row_rewards(name, value)
@@ -166,13 +170,13 @@ class _Reader:
         return made
 
     def row_ids(self, name: str, value) -> Tensor:
-        return shaped(name, integer(name, value), (self.rows,), "one whole number a row")
+        return shaped(name, integer(name, value), (self.rows,), "one whole number per row")
 
     def row_flags(self, name: str, value) -> Tensor:
-        return shaped(name, boolean(name, value), (self.rows,), "True or False a row")
+        return shaped(name, boolean(name, value), (self.rows,), "True or False per row")
 
     def either(self, name: str, value) -> Tensor:
-        """One number a row, which becomes (N, 1), or one a token."""
+        """One number a row, which becomes (N, 1), or one per token."""
         given = floating(name, value, self.dtype)
         if given.shape not in ((self.rows,), self.shape):
             raise ValueError(f"{name}: got shape {tuple(given.shape)}, wanted ({self.rows},) or {tuple(self.shape)}")
@@ -218,15 +222,16 @@ _KINDS = {
     **dict.fromkeys(("gen_group_ids", "gen_lengths"), "whole_numbers"),
     **dict.fromkeys(("rewards_per_func", "reward_weights", "gen_rewards", "gen_rewards_per_func", "gen_kl"), "numbers"),
     **dict.fromkeys(("window_tokens", "window_rows", "budget"), "count"),
+    **dict.fromkeys(PER_ROW, "row_numbers"),
     "rewards": "row_rewards",  # NaN: missing
-    "reward_baselines": "row_numbers",
     "truncated": "row_flags",
     "accumulation_steps": "whole_count",
 }
 
 
 def floating(name: str, value, dtype: torch.dtype | None) -> Tensor:
-    tensor = torch.as_tensor(value).detach()
+    # A list of Python floats holds doubles; torch alone would round them to float32 on the way.
+    tensor = torch.as_tensor(np.asarray(value) if isinstance(value, (list, tuple, float)) else value).detach()
     if dtype is None and not tensor.is_floating_point():
         raise TypeError(f"{name}: got dtype {tensor.dtype}, wanted floating point numbers")
     if tensor.is_complex() or tensor.dtype == torch.bool:

@@ -8,7 +8,7 @@ and the fields of Row are made from those tables; nothing is typed a second time
 from __future__ import annotations
 
 import dataclasses
-from typing import Iterator
+from typing import Callable, Iterator
 
 from extensions.objectives.advantages import (
     ADVANTAGE_LEVELS,
@@ -158,6 +158,14 @@ NUMBERS: dict[tuple[str, str], tuple[str, ...]] = {
 """(Field, value) -> the numbers that it reads. A number that no choice of a row reads has no effect and is not shown."""
 
 
+QUIET = (
+    "reward_clip", "centre", "whiten_over", "advantage_level", "sampler_correction", "sampler_drop", "token_selection",
+    "kl_tokens", "nll",
+)  # fmt: skip
+"""Fields whose default is that nothing happens: an explanation leaves them out, Row.loss_extras and
+Row.advantage_extras name those in use."""
+
+
 def _homes() -> dict[str, str]:
     """Number -> the field it stands behind: the one most of whose choices read it, the first of equals."""
     readers: dict[str, dict[str, int]] = {}
@@ -203,7 +211,9 @@ def _row_fields() -> list[tuple]:
 
 
 # A dataclass calls __post_init__ only if it had one when it was made; Row's takes the place of this one.
-_RowFields = dataclasses.make_dataclass("_RowFields", _row_fields(), frozen=True, namespace={"__post_init__": lambda row: None})
+_RowFields = dataclasses.make_dataclass(
+    "_RowFields", _row_fields(), frozen=True, namespace={"__post_init__": lambda row: None}
+)
 
 
 class Row(_RowFields):
@@ -275,7 +285,7 @@ class Row(_RowFields):
         )
         yield (
             self.credit == "reward_to_go" and not of_answers and self.reward_parts != "sum_then_normalise",
-            "reward_parts normalise_then_sum gives one number an answer, and reward_to_go one a token",
+            "reward_parts normalise_then_sum gives one number per answer, and reward_to_go one per token",
         )
         yield (
             self.kl_place == "after_baseline" and self.baseline in ("given", "gae"),
@@ -287,7 +297,7 @@ class Row(_RowFields):
         )
         yield self.whiten_over == "slots" and self.scale != "token_std", "whiten_over slots is a way of token_std"
         yield (
-            self.reward_clip == "after_baseline" and not (self.is_grouped or self.baseline in ("none", "batch_mean", "greedy")),
+            self.reward_clip == "after_baseline" and self.baseline in ("given", "gae"),
             "reward_clip after_baseline needs a baseline of answers",
         )
 
@@ -312,6 +322,24 @@ class Row(_RowFields):
     @property
     def kl_after_baseline(self) -> bool:
         return self.has_kl and self.kl_place == "after_baseline"
+
+    @property
+    def advantage_extras(self) -> tuple[str, ...]:
+        """The QUIET fields of steps 1 and 2 that this row uses: who knows only the classical choices would miss them."""
+        return self._extras(lambda title: title[0] in "12")
+
+    @property
+    def loss_extras(self) -> tuple[str, ...]:
+        """The same of the later steps."""
+        return self._extras(lambda title: title[0] not in "12")
+
+    def _extras(self, is_wanted: Callable[[str], bool]) -> tuple[str, ...]:
+        names = [name for title, step in STEPS if is_wanted(title) for name in step]
+        return tuple(name for name in names if name in QUIET and getattr(self, name) != FIELDS[name].default)
+
+    def reads(self, number: str) -> bool:
+        """Whether one of the choices of this row reads the number."""
+        return any(number in NUMBERS.get((field, getattr(self, field)), ()) for field in FIELDS)
 
     @property
     def choices(self) -> dict[str, Choice]:

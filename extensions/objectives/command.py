@@ -24,7 +24,8 @@ from extensions.objectives.explain import (
 from extensions.objectives.figure import draw
 from extensions.objectives.pairs import PreferenceRow, evaluate_preference
 from extensions.objectives.reader import read_batch
-from extensions.objectives.rows import PREFERENCE_ROWS, ROWS
+from extensions.objectives.rows import ROWS
+from extensions.objectives.rows_pairs import PREFERENCE_ROWS
 from extensions.objectives.small import small_batch, small_preferences
 from extensions.objectives.worked import print_examples
 EXAMPLES = """\
@@ -62,7 +63,7 @@ def build_parser() -> rl_lab.LabParser:
         "--versus", type=named, metavar="OTHER", help="with --objective: what the other row does differently"
     )
     parser.add_argument(
-        "--batch", type=Path, metavar="FILE.npz", help="your batch instead of the small one; arrays named as in Batch"
+        "--batch", type=Path, metavar="FILE", help="your batch instead of the small one (.npz, .pt, .safetensors, .jsonl); names as the audit's --help"
     )
     parser.add_argument(
         "--plot", type=plot_results.figure_path, metavar="FILE", help="draw gradients and weights to .svg, .png or .pdf"

@@ -12,7 +12,7 @@ from torch import Tensor
 from extensions.objectives.advantages import advantages_and_targets, counted_mask, kept_rows
 from extensions.objectives.batch import Batch, required, sampling_logps
 from extensions.objectives.choices import Row
-from extensions.objectives.critic import value_loss_and_slope
+from extensions.objectives.critic import VALUE_LOSSES, value_loss_and_slope
 from extensions.objectives.kl import exact_kl, kl_estimate
 from extensions.objectives.pairs import PreferenceEvaluation
 from extensions.objectives.reduction import row_weights
@@ -46,7 +46,7 @@ class Evaluation:
     kept: Tensor  # (N,) bool: rows that the group filter left in the batch
     _row: Row
     _batch: Batch
-    _advantages: Tensor  # this and the next three (N, T), or (N, 1) for one number an answer
+    _advantages: Tensor  # this and the next three (N, T), or (N, 1) for one number per answer
     _ratio: Ratio
     _surrogate: Surrogate
     _policy_gradient: Tensor
@@ -229,23 +229,28 @@ def _kl_term(s: _Setting) -> tuple[_Term, Tensor | None, Tensor | None]:
     else:
         anchor = s.l0 if row.kl_anchor == "old" else required(row, batch, "ref_logps")
         kl, slope = kl_estimate(row, batch.logps, anchor)
-    shown = kl * s.used
-    factor = _kl_factor(s)
     weighing = s.weighing(s.reduction(row.kl_reduction), row.kl_coef)
-    r = s.ratio.value * factor if row.kl_weight == "ratio" else factor
-    gradient = weighing.of_tokens(r * slope)
+    factor = _kl_factor(s)
+    weight = factor
+    if row.kl_weight == "ratio":
+        weight = s.ratio.value if factor is None else s.ratio.value * factor
+    weighted = kl if weight is None else weight * kl
+    gradient = weighing.of_tokens(slope if weight is None else weight * slope)
     if row.kl_weight == "ratio":  # d (r k) = r dk + k r d log r
-        gradient = gradient + weighing.through(s.ratio, r * kl)
+        gradient = gradient + weighing.through(s.ratio, weighted)
     if slope_of_logits is not None:
-        dloss_dlogits = weighing.of_tokens(r * torch.ones_like(kl)).unsqueeze(2) * slope_of_logits
-    return _Term(weighing.total(r * kl), gradient), shown, dloss_dlogits
+        per_token = torch.ones_like(kl) if weight is None else weight * torch.ones_like(kl)
+        dloss_dlogits = weighing.of_tokens(per_token).unsqueeze(2) * slope_of_logits
+    return _Term(weighing.total(weighted), gradient), kl * s.used, dloss_dlogits
 
 
-def _kl_factor(s: _Setting) -> Tensor | float:
-    """What a selection of tokens and a correction inside the KL make of a token's KL."""
+def _kl_factor(s: _Setting) -> Tensor | None:
+    """What a selection of tokens and a correction inside the KL make of a token's KL; None for nothing."""
     chosen = selected(s.row, s.row.kl_tokens, s.batch, s.advantages, s.mask)
-    factor: Tensor | float = 1.0 if chosen is None else chosen.to(s.used.dtype)
-    return factor * s.correction.weight if s.correction is not None and s.row.sampler_place == "loss" else factor
+    factor = None if chosen is None else chosen.to(s.used.dtype)
+    if s.correction is None or s.row.sampler_place != "loss":
+        return factor
+    return s.correction.weight if factor is None else factor * s.correction.weight
 
 
 def _critic_term(s: _Setting, targets: Tensor | None) -> _Term:
@@ -255,7 +260,7 @@ def _critic_term(s: _Setting, targets: Tensor | None) -> _Term:
     targets = batch.returns if batch.returns is not None else targets
     if targets is None:
         raise ValueError(f"{row.name}: the critic has no target: the batch has neither returns nor values")
-    old_values = None if row.value_loss == "square" else required(row, batch, "values")
+    old_values = required(row, batch, "values") if "values" in VALUE_LOSSES[row.value_loss].needs else None
     errors, slope = value_loss_and_slope(row, required(row, batch, "vpreds"), old_values, targets)
     weighing = s.weighing(row.reduction, row.value_coef)
     return _Term(weighing.total(errors), weighing.of_tokens(slope))

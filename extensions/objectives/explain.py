@@ -10,10 +10,17 @@ from torch import Tensor
 
 import rl_lab
 from extensions.objectives.batch import Batch
-from extensions.objectives.choices import CHOICES, FIELDS, NUMBERS, STEPS, Row
+from extensions.objectives.choices import CHOICES, FIELDS, NUMBERS, QUIET, STEPS, Row
 from extensions.objectives.engine import evaluate
-from extensions.objectives.pairs import PREFERENCE_CHOICES, PreferenceRow, Preferences, evaluate_preference
-from extensions.objectives.rows import NOT_EXPRESSED, PREFERENCE_ROWS, ROWS
+from extensions.objectives.pairs import (
+    PREFERENCE_CHOICES,
+    PREFERENCE_FIELDS,
+    PreferenceRow,
+    Preferences,
+    evaluate_preference,
+)
+from extensions.objectives.rows import NOT_EXPRESSED, ROWS
+from extensions.objectives.rows_pairs import PREFERENCE_ROWS
 
 def lacking(row: Row | PreferenceRow, batch: Batch | Preferences) -> list[str]:
     """Arrays that the row reads and the batch does not hold. Without old_logps the batch is a first pass: nothing lacks."""
@@ -48,7 +55,7 @@ def verdict_of_first_pass(row: Row, batch: Batch) -> str:
 
 def with_given_advantages(row: Row) -> Row:
     """The row with the batch's advantages in place of its own: its ratio, surrogate, KL in the loss and reduction remain."""
-    kl = {"kl": "none", "kl_coef": 0.0, "kl_place": "loss"} if row.kl_in_reward else {}
+    kl = {} if row.kl_in_loss else {"kl": "none", "kl_coef": 0.0, "kl_place": "loss"}
     return replace(
         row,
         baseline="given",
@@ -57,6 +64,9 @@ def with_given_advantages(row: Row) -> Row:
         group_filter="none",
         overlong="none",
         reward_parts="sum_then_normalise",
+        reward_clip="none",
+        centre="mean",
+        whiten_over="counted",
         **kl,
     )
 
@@ -139,7 +149,7 @@ def preference_table(data: Preferences) -> str:
         result = evaluate_preference(row, data)
         half = len(data.logps) // 2
         sums = result.dloss_dlogps.sum(dim=1)
-        good, bad = (data.labels, ~data.labels) if row.loss == "kto" else (slice(None, half), slice(half, None))
+        good, bad = (data.labels, ~data.labels) if row.of_labels else (slice(None, half), slice(half, None))
         lines.append(
             [
                 name,
@@ -158,11 +168,6 @@ def preference_table(data: Preferences) -> str:
     return text
 
 
-QUIET = (
-    "reward_clip", "centre", "whiten_over", "advantage_level", "sampler_correction", "sampler_drop", "token_selection",
-    "kl_tokens", "nll",
-)  # fmt: skip
-"""Fields that are shown only where a row uses them: their default is that nothing happens."""
 SHOWN = 8  # rows and tokens of a batch that an explanation prints
 
 
@@ -170,16 +175,9 @@ def active_fields(row: Row | PreferenceRow) -> dict[str, str]:
     """The fields that have an effect in this row, each with its value and formula: what the row is."""
     if isinstance(row, PreferenceRow):
         fields = {name: f"{getattr(row, name)}: {table[getattr(row, name)]}" for name, table in PREFERENCE_CHOICES.items()}
-        numbers = {
-            "beta": True,
-            "label_smoothing": row.loss in ("cdpo", "robust", "exo", "aot", "aot_unpaired"),
-            "gamma": row.loss == "simpo",
-            "sft_coef": row.sft_coef != 0,
-            "tail_weight": row.tail_weight != 1,
-            "desirable_weight": row.loss == "kto",
-            "undesirable_weight": row.loss == "kto",
-        }
-        return fields | {name: f"{getattr(row, name):g}" for name, is_read in numbers.items() if is_read}
+        idle = {"pair_weight": "none", "sft_reduction": "mean_over_tokens"}
+        fields = {name: text for name, text in fields.items() if getattr(row, name) != idle.get(name)}
+        return fields | {name: f"{getattr(row, name):g}" for name in row.numbers}
     given = row.baseline in ("given", "gae")
     idle = {
         **{name: not row.has_kl for name in ("kl", "kl_anchor", "kl_place")},
@@ -213,7 +211,7 @@ def active_fields(row: Row | PreferenceRow) -> dict[str, str]:
 
 
 def _grid(name: str, values: Tensor, mask: Tensor, digits: int = 4) -> str:
-    """A per-token quantity, one answer a line, unused slots as dots."""
+    """A per-token quantity, one answer per line, unused slots as dots."""
     lines = [f"    {name}"]
     for number, (row, used) in enumerate(zip(values[:SHOWN].tolist(), mask[:SHOWN].tolist())):
         cells = [f"{value + 0.0:.{digits}f}" if is_used else "." for value, is_used in zip(row[:SHOWN], used[:SHOWN])]
@@ -287,7 +285,7 @@ def explain_preference(row: PreferenceRow, data: Preferences) -> str:
         f"  loss     {result.loss.item():.6f}",
     ]
     order = (
-        "answers as labelled" if row.loss == "kto" else f"rows 0 to {len(data.logps) // 2 - 1} chosen, the others rejected"
+        "answers as labelled" if row.of_labels else f"rows 0 to {len(data.logps) // 2 - 1} chosen, the others rejected"
     )
     return "\n".join([*lines, _grid(f"d loss / d logp ({order})", result.dloss_dlogps, data.mask, digits=5)])
 
@@ -326,9 +324,14 @@ def compare(first: Row | PreferenceRow, second: Row | PreferenceRow, results: tu
 
 def list_choices() -> str:
     """Every choice with its formula, every named row, and what is left out with the reason."""
-    lines = ["CHOICES OF A ROW"]
-    for field, table in (*CHOICES.items(), *((f"preference {name}", t) for name, t in PREFERENCE_CHOICES.items())):
-        lines += ["", f"  {field}", *(f"    {name:26s} {formula}" for name, formula in table.items())]
+    lines = ["CHOICES OF A ROW; the numbers that a choice reads stand below it with their defaults"]
+    for name, field in (FIELDS | {f"preference {name}": field for name, field in PREFERENCE_FIELDS.items()}).items():
+        lines += ["", f"  {name}"]
+        for value, choice in field.choices.items():
+            lines.append(f"    {value:26s} {choice.formula}")
+            numbers = ", ".join(f"{number.name} {number.default:g}" for number in choice.numbers)
+            notes = "; ".join(filter(None, [getattr(choice, "words", ""), numbers and f"reads {numbers}"]))
+            lines += [f"    {'':26s}   {notes}"] if notes else []
     lines += ["", "NAMED ROWS", ""]
     lines += [f"  {name:36s} {row.source}" for name, row in (ROWS | PREFERENCE_ROWS).items()]
     lines += ["", "NOT EXPRESSED AS A ROW", ""]

@@ -53,20 +53,22 @@ def weight_curves(lengths: np.ndarray, budget: float) -> dict[str, np.ndarray]:
 
 
 def draw():
-    """Gradient against ratio for both signs of A, one line a surrogate; weight against length, one line a reduction."""
+    """Gradient against ratio for both signs of A, one line per surrogate; weight against length, one line per reduction."""
     figure, (positive, negative, weight) = plot_results.new_figure(3, columns=3, panel_size=(5.2, 4.6))
     ratios = np.linspace(0.02, 4.0, 1991)
     for axis, sign in ((positive, 1.0), (negative, -1.0)):
-        for number, (name, slope) in enumerate(gradient_curves(sign, ratios).items()):
-            # Thick lines first, so that lines that coincide stay visible.
-            axis.plot(ratios, slope, label=name, linewidth=6.5 - 0.75 * number, alpha=0.85)
+        curves = gradient_curves(sign, ratios)
+        # Thick lines first, so that lines that coincide stay visible.
+        for width, (name, slope) in zip(np.linspace(6.5, 1.3, len(curves)), curves.items()):
+            axis.plot(ratios, slope, label=name, linewidth=width, alpha=0.85)
         axis.axvspan(0.8, 1.28, color="grey", alpha=0.15, linewidth=0)
         axis.set(title=f"gradient of one token, A = {sign:+.0f}", xlabel="ratio r", ylabel="d loss / d logp")
     negative.set_ylim(-0.2, 4.2)
     positive.set_ylim(-4.2, 0.2)
     lengths = np.unique(np.geomspace(8, 1024, 40).astype(int))
-    for number, (name, values) in enumerate(weight_curves(lengths, budget=4096).items()):
-        weight.plot(lengths, values, label=name, linewidth=3.0 - 0.3 * number, marker="o", markersize=2.5)
+    curves = weight_curves(lengths, budget=4096)
+    for width, (name, values) in zip(np.linspace(3.0, 1.2, len(curves)), curves.items()):
+        weight.plot(lengths, values, label=name, linewidth=width, marker="o", markersize=2.5)
     weight.set(
         title="weight of one token in a batch of one answer per length",
         xlabel="length of its answer (tokens)",
@@ -74,6 +76,7 @@ def draw():
         xscale="log",
         yscale="log",
     )
+    weight.set_ylim(top=300)  # room for the legend above the largest weight
     for axis in (positive, negative, weight):
         axis.title.set_fontsize(10.5)
         axis.grid(alpha=0.3)

@@ -137,8 +137,8 @@ def corrections_of_the_sampler(base: objectives.Row) -> list[objectives.Row]:
     """Every level of the weight with every bound; every measure of the dropping at every level, in and out of the mask."""
     with_kl = replace(base, kl="k3", kl_coef=0.3)
     rows = []
-    for level, bound, place in itertools.product(("token", "product", "geometric", "given"), objectives.SAMPLER_BOUNDS, (0, 1)):
-        place = ("policy", "loss")[place]
+    levels, places = ("token", "product", "geometric", "given"), ("policy", "loss")
+    for level, bound, place in itertools.product(levels, objectives.SAMPLER_BOUNDS, places):
         rows.append(replace(with_kl, sampler_correction=level, sampler_bound=bound, sampler_low=0.9, sampler_high=1.1,
             sampler_place=place))  # fmt: skip
     for (measure, level), (low, high) in BANDS.items():

@@ -1,7 +1,8 @@
-"""Preference losses: DPO and its relatives, KTO. A new one is a line in PREFERENCE_CHOICES and in PREFERENCE_LOSSES."""
+"""Compared and labelled answers: a row of choices, the data, and its evaluation. The losses are in preference_losses.py."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -9,76 +10,76 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import rl_lab
-from extensions.objectives.batch import boolean, floating, make_batch, shaped
-from extensions.objectives.surrogates import choose
+from extensions.objectives.batch import boolean, floating, integer, make_batch, shaped
+from extensions.objectives.preference_losses import LOSSES
+from extensions.objectives.table import INF, Choice, Field, Number, plain_choices
 
-INF = math.inf
+_SFT_COEF = Number("sft_coef", 0.0, 0, INF, "+ sft_coef * the NLL of the chosen answers")
 
-# fmt: off
-PREFERENCE_CHOICES: dict[str, dict[str, str]] = {
-    "loss": {
-        "sigmoid": "-log sigmoid(beta D)",
-        "cdpo": "-(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D)",
-        "robust": "(-(1 - e) log sigmoid(beta D) + e log sigmoid(-beta D)) / (1 - 2 e)",
-        "ipo": "(D - 1 / (2 beta))^2",
-        "hinge": "max(0, 1 - beta D)",
-        "exo": "KL(Bernoulli(sigmoid(beta D)) || Bernoulli(1 - e))",
-        "sppo_hard": "(u - 1 / (2 beta))^2 + (v + 1 / (2 beta))^2",
-        "bco": "-log sigmoid(beta u) - log sigmoid(-beta v)",
-        "aot": "cdpo on D = sorted policy gaps - sorted reference gaps",
-        "aot_unpaired": "cdpo on D = sorted u - sorted v",
-        "simpo": "-log sigmoid(beta D - gamma)",
-        "orpo": "-beta log sigmoid(odds(u) - odds(v)), odds(s) = s - log(1 - exp(s))",
-        "kto": "weight (1 - sigmoid(+-beta (u - z0))), z0 = max(0, mean of mismatched u) without gradient",
-    },
-    "score": {
-        "sum": "score of an answer: sum over its tokens",
-        "mean": "score of an answer: mean over its tokens",
-    },
-    "reference": {
-        "used": "u, v = score under the policy - score under the reference",
-        "unused": "u, v = score under the policy",
-    },
-    "divergence": {
-        "reverse_kl": "u stays",
-        "forward_kl": "1 - exp(-u)",
-        "js": "log 2 + log sigmoid(u)",
-    },
+_FIELDS: dict[str, Field | Number] = {
+    "loss": Field("sigmoid", LOSSES),
+    "score": Field("sum", plain_choices(
+        sum="score of an answer: sum over its tokens", mean="score of an answer: mean over its tokens"
+    )),
+    "reference": Field("used", plain_choices(
+        used="u, v = score under the policy - score under the reference", unused="u, v = score under the policy"
+    )),
+    "divergence": Field("reverse_kl", {
+        "reverse_kl": Choice("u stays", lambda u: (u, torch.ones_like(u))),
+        "forward_kl": Choice("1 - exp(-u)", lambda u: (1 - torch.exp(-u), torch.exp(-u))),
+        "js": Choice("log 2 + log sigmoid(u)", lambda u: (math.log(2) + F.logsigmoid(u), torch.sigmoid(-u))),
+    }),
+    "pair_weight": Field("none", {
+        "none": Choice("every pair weighs the same"),
+        "wpo": Choice("min(1, exp(mean_t l of chosen + mean_t l of rejected)), without gradient"),
+        "given": Choice("a weight as the data hold it", needs=("pair_weights",)),
+    }),
+    "sft_reduction": Field("mean_over_tokens", plain_choices(
+        mean_over_tokens="NLL: mean over all tokens of chosen answers",
+        mean_per_response="NLL: mean over chosen answers of the mean over tokens",
+        sum_per_response="NLL: mean over chosen answers of the sum over tokens",
+    )),
+    "beta": Number("beta", 0.1, 0, INF),
+    "sft_coef": _SFT_COEF,
+    "tail_weight": Number("tail_weight", 1.0, 0, INF, "weight of tokens beyond the shorter length of a pair"),
+}  # fmt: skip
+_NUMBERS: dict[str, Number] = {name: made for name, made in _FIELDS.items() if isinstance(made, Number)} | {
+    number.name: number for loss in LOSSES.values() for number in loss.numbers
 }
-# fmt: on
+PREFERENCE_FIELDS: dict[str, Field] = {name: made for name, made in _FIELDS.items() if isinstance(made, Field)}
+PREFERENCE_CHOICES: dict[str, dict[str, str]] = {
+    name: {value: choice.formula for value, choice in field.choices.items()} for name, field in PREFERENCE_FIELDS.items()
+}
+PREFERENCE_LOSSES = LOSSES
 
 
-@dataclass(frozen=True)
-class PreferenceRow:
+def _row_fields() -> list[tuple]:
+    made: list[tuple] = [("name", "str"), ("source", "str", ""), ("differs", "str", "")]
+    made += [(name, "str", field.default) for name, field in PREFERENCE_FIELDS.items()]
+    return made + [(name, "float", number.default) for name, number in _NUMBERS.items()]
+
+
+# A dataclass calls __post_init__ only if it had one when it was made; PreferenceRow's takes the place of this one.
+_RowFields = dataclasses.make_dataclass(
+    "_RowFields", _row_fields(), frozen=True, namespace={"__post_init__": lambda row: None}
+)
+
+
+class PreferenceRow(_RowFields):
     """One preference loss, a mean over pairs: u is the score of the chosen answer, v of the rejected one, D = u - v.
 
+    name, source, differs, then the fields of PREFERENCE_CHOICES, beta, sft_coef, tail_weight and the numbers of the losses.
     Raises ValueError for a name outside PREFERENCE_CHOICES, a number out of range, or choices that exclude each other.
     """
-
-    name: str
-    source: str = ""
-    differs: str = ""
-    loss: str = "sigmoid"
-    score: str = "sum"
-    reference: str = "used"
-    divergence: str = "reverse_kl"
-    beta: float = 0.1
-    label_smoothing: float = 0.0  # e
-    gamma: float = 0.0  # SimPO's target margin
-    sft_coef: float = 0.0  # + sft_coef * mean over the chosen tokens of -l
-    tail_weight: float = 1.0  # weight of tokens beyond the shorter length of a pair
-    desirable_weight: float = 1.0  # KTO
-    undesirable_weight: float = 1.0
 
     def __post_init__(self) -> None:
         for field, allowed in PREFERENCE_CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{self.name}, {field}: got {getattr(self, field)!r}, wanted one of {', '.join(allowed)}")
-        for field, low in _PREFERENCE_LOWEST.items():
-            value = getattr(self, field)
+        for field, number in _NUMBERS.items():
+            value, low = getattr(self, field), number.low
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not low <= value < INF or (field == "beta" and not value):
+            if not is_number or not low <= value < INF or math.isinf(value) or (field == "beta" and not value):
                 wanted = "above 0" if field == "beta" else f"of at least {low:g}"
                 raise ValueError(f"{self.name}, {field}: got {value!r}, wanted a finite number {wanted}")
         most = 0.5 if self.loss == "robust" else 1.0
@@ -88,33 +89,41 @@ class PreferenceRow:
             )
         if self.loss == "exo" and self.label_smoothing == 0:
             raise ValueError(f"{self.name}, label_smoothing: got 0, wanted above 0: exo takes its logarithm")
-        maps = self.divergence != "reverse_kl"
+        loss, maps = LOSSES[self.loss], self.divergence != "reverse_kl"
+        needs_pairs = maps or self.sft_coef or self.tail_weight != 1 or self.pair_weight != "none"
         for excluded, reason in (
-            (self.loss == "aot" and maps, "aot sorts gaps, not scores: divergence reverse_kl"),
-            (self.loss == "kto" and (maps or self.sft_coef or self.tail_weight != 1), "kto has no pairs: no divergence, "
-             "sft_coef or tail_weight"),
-            (self.loss == "orpo" and (maps or self.reference == "used"), "orpo takes odds, which need reference unused"),
-        ):  # fmt: skip
+            (loss.sorts_gaps and maps, f"{self.loss} sorts gaps, not scores: divergence reverse_kl"),
+            (loss.sorts and self.pair_weight != "none", f"{self.loss} compares ranks, not pairs: pair_weight none"),
+            (self.of_labels and needs_pairs, f"{self.loss} has no pairs: no divergence, sft_coef, pair_weight, tail_weight"),
+            (
+                loss.takes_odds and (maps or self.reference == "used"),
+                f"{self.loss} takes odds, which need reference unused",
+            ),
+        ):
             if excluded:
                 raise ValueError(f"{self.name}: {reason}")
 
     @property
+    def of_labels(self) -> bool:
+        """Whether it reads labelled answers instead of pairs."""
+        return LOSSES[self.loss].of_labels
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The numbers that have an effect in this row."""
+        own = tuple(number.name for number in LOSSES[self.loss].numbers)
+        more = [name for name in ("sft_coef", "tail_weight") if getattr(self, name) != _NUMBERS[name].default]
+        return ("beta", *own, *more)
+
+    @property
     def needs(self) -> tuple[str, ...]:
-        """What the data must hold: paired or labelled answers, a reference, mismatched answers."""
-        if self.loss == "kto":
-            return ("labels", "ref_logps", "kl_seq_logps", "ref_kl_seq_logps")
-        return ("pairs", "ref_logps") if self.reference == "used" else ("pairs",)
-
-
-_PREFERENCE_LOWEST = {
-    "beta": 0.0,
-    "label_smoothing": 0.0,
-    "gamma": -1e308,
-    "sft_coef": 0.0,
-    "tail_weight": 0.0,
-    "desirable_weight": 0.0,
-    "undesirable_weight": 0.0,
-}
+        """What the data must hold: paired or labelled answers, a reference, mismatched answers, lengths, weights."""
+        loss = LOSSES[self.loss]
+        wanted = ["labels"] if loss.of_labels else ["pairs"]
+        wanted += ["ref_logps"] if self.reference == "used" else []
+        wanted += ["answer_lengths"] if loss.reads_lengths else []
+        wanted += ["pair_weights"] if self.pair_weight == "given" else []
+        return (*wanted, *(name for name in loss.needs if name not in wanted))
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +135,8 @@ class Preferences:
     are_pairs: bool  # False: labelled answers that belong to no pair
     ref_logps: Tensor | None = None
     labels: Tensor | None = None  # (N,) bool: desirable; KTO
+    answer_lengths: Tensor | None = None  # (2P,) counted tokens; without token arrays only if it was given
+    pair_weights: Tensor | None = None  # (P,) a weight of each pair as the trainer holds it
     kl_seq_logps: Tensor | None = None  # (N,) policy's log-probability of mismatched answers; KTO
     ref_kl_seq_logps: Tensor | None = None  # (N,) the reference's
 
@@ -138,15 +149,18 @@ def make_preferences(
     labels=None,
     kl_seq_logps=None,
     ref_kl_seq_logps=None,
+    answer_lengths=None,
+    pair_weights=None,
     chosen_logps=None,
     rejected_logps=None,
     ref_chosen_logps=None,
     ref_rejected_logps=None,
     dtype: torch.dtype | None = None,
 ) -> Preferences:
-    """Check preference data: token arrays (2P, T), chosen first; or one number an answer, chosen_logps (P,) and so on.
+    """Check preference data: token arrays (2P, T), chosen first; or one number per answer, chosen_logps (P,) and so on.
 
-    With whole-answer numbers every answer counts as one token, so per-token means need the token arrays.
+    With whole-answer numbers every answer counts as one token, so per-token means need the token arrays, and what reads
+    lengths needs answer_lengths (2P,).
     Raises TypeError and ValueError as make_batch, for a side without the other, and for an odd number of rows without
     labels.
     """
@@ -165,9 +179,17 @@ def make_preferences(
     per_row = {}
     for name, value in (("kl_seq_logps", kl_seq_logps), ("ref_kl_seq_logps", ref_kl_seq_logps)):
         if value is not None:
-            per_row[name] = shaped(name, floating(name, value, made.logps.dtype), (rows,), "one number a row")
+            per_row[name] = shaped(name, floating(name, value, made.logps.dtype), (rows,), "one number per row")
             if not per_row[name].isfinite().all():
                 raise ValueError(f"{name}: row {int((~per_row[name].isfinite()).nonzero()[0])} is not finite")
+    if pair_weights is not None:
+        weights = floating("pair_weights", pair_weights, made.logps.dtype)
+        per_row["pair_weights"] = shaped("pair_weights", weights, (rows // 2,), "one number per pair")
+    if answer_lengths is not None:
+        lengths = integer("answer_lengths", answer_lengths)
+        per_row["answer_lengths"] = shaped("answer_lengths", lengths, (rows,), "one whole number per row")
+    elif made.logps.shape[1] > 1:
+        per_row["answer_lengths"] = made.lengths
     if labels is not None:
         per_row["labels"] = shaped("labels", boolean("labels", labels), (rows,), "True where the answer is desirable")
     return Preferences(made.logps, made.mask, labels is None, made.ref_logps, **per_row)
@@ -202,7 +224,7 @@ class PreferenceEvaluation:
 def evaluate_preference(row: PreferenceRow, data: Preferences) -> PreferenceEvaluation:
     """One preference loss and its closed-form gradient with respect to every token's log-probability.
 
-    loss = mean over pairs of f(u, v) + sft_coef * token mean of -l over chosen answers;
+    loss = mean over pairs of weight * f(u, v) + sft_coef * NLL of the chosen answers;
     d loss / d l_t = (1/P) df/du * h'(u) * (weight of the token in the score), h the divergence's map.
     loss_to_backpropagate takes the result too. Raises ValueError if the data lack what the row needs.
     """
@@ -210,165 +232,58 @@ def evaluate_preference(row: PreferenceRow, data: Preferences) -> PreferenceEval
         present = data.are_pairs if name == "pairs" else getattr(data, name) is not None
         if not present:
             raise ValueError(f"{row.name}: the data have no {name}; this row needs {', '.join(row.needs)}")
-    mask = data.mask
-    lengths = mask.sum(dim=1, keepdim=True)
-    token_weight = mask.to(data.logps.dtype)
-    if row.tail_weight != 1:
-        shorter = torch.minimum(*lengths.chunk(2)).repeat(2, 1)
-        token_weight = torch.where(mask.cumsum(dim=1) > shorter, row.tail_weight * token_weight, token_weight)
-    if row.score == "mean":
-        token_weight = token_weight / lengths
+    token_weight = _token_weights(row, data)
     score = (data.logps * token_weight).sum(dim=1)
-    if row.reference == "used":
-        reference = (data.ref_logps * token_weight).sum(dim=1)
-    else:
-        reference = torch.zeros_like(score)
+    reference = (data.ref_logps * token_weight).sum(dim=1) if row.reference == "used" else torch.zeros_like(score)
 
-    if row.loss == "kto":
-        losses, slope, margins = kto(row, score - reference, data)
+    entry = LOSSES[row.loss]
+    if entry.of_labels:
+        losses, slope, margins = entry(row, score - reference, data)
         slope = slope / len(losses)
     else:
-        mapped, mapped_slope = _divergence(row, score - reference)
-        if row.loss == "aot":
-            losses, slope_u, slope_v, margins = aot(row, score.chunk(2), reference.chunk(2))
+        mapped, mapped_slope = PREFERENCE_FIELDS["divergence"].choices[row.divergence](score - reference)
+        if entry.sorts_gaps:
+            losses, slope_u, slope_v, margins = entry(row, score.chunk(2), reference.chunk(2))
         else:
-            losses, slope_u, slope_v, margins = PREFERENCE_LOSSES[row.loss](row, *mapped.chunk(2))
-        slope = torch.cat([slope_u, slope_v]) * mapped_slope / len(losses)
-    loss = losses.mean()
-    gradient = slope.unsqueeze(1) * token_weight
+            more = (data.answer_lengths,) if entry.reads_lengths else ()
+            losses, slope_u, slope_v, margins = entry(row, *mapped.chunk(2), *more)
+        weight = _pair_weights(row, data, len(losses))
+        losses, slope = losses * weight, torch.cat([slope_u * weight, slope_v * weight]) * mapped_slope / len(losses)
+    loss, gradient = losses.mean(), slope.unsqueeze(1) * token_weight
     if row.sft_coef:
-        chosen = mask.clone()
-        chosen[len(chosen) // 2 :] = False
-        loss = loss - row.sft_coef * data.logps[chosen].mean()
-        gradient = gradient - row.sft_coef * chosen.to(gradient.dtype) / chosen.sum()
+        weights = _sft_weights(row, data.mask, data.logps.dtype)
+        loss = loss - (weights * data.logps).sum()
+        gradient = gradient - weights
     return PreferenceEvaluation(loss, losses, margins, gradient, slope)
 
 
-def _divergence(row: PreferenceRow, u: Tensor) -> tuple[Tensor, Tensor]:
-    """h(u) and h'(u): the score map of an f-divergence, h(log t) = f'(t) up to a constant."""
-    if row.divergence == "forward_kl":
-        return 1 - torch.exp(-u), torch.exp(-u)
-    if row.divergence == "js":
-        return math.log(2) + F.logsigmoid(u), torch.sigmoid(-u)
-    return u, torch.ones_like(u)
+def _token_weights(row: PreferenceRow, data: Preferences) -> Tensor:
+    """What a token weighs in the score of its answer, the shape of logps."""
+    lengths = data.mask.sum(dim=1, keepdim=True)
+    weights = data.mask.to(data.logps.dtype)
+    if row.tail_weight != 1:
+        shorter = torch.minimum(*lengths.chunk(2)).repeat(2, 1)
+        weights = torch.where(data.mask.cumsum(dim=1) > shorter, row.tail_weight * weights, weights)
+    return weights / lengths if row.score == "mean" else weights
 
 
-# Each takes the row, u and v (P,), and returns the losses with their slopes in u and v, and the margin D.
+def _pair_weights(row: PreferenceRow, data: Preferences, pairs: int) -> Tensor:
+    """(P,), without gradient."""
+    if row.pair_weight == "given":
+        return data.pair_weights
+    if row.pair_weight == "none":
+        return torch.ones(pairs, dtype=data.logps.dtype)
+    mean = data.logps.sum(dim=1) / data.mask.sum(dim=1)
+    return sum(mean.chunk(2)).exp().clamp(max=1)
 
 
-def _of_margin(losses: Tensor, slope: Tensor, margin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return losses, slope, -slope, margin
-
-
-def sigmoid_loss(row: PreferenceRow, u: Tensor, v: Tensor):
-    """-log sigmoid(beta D), slope in D: -beta sigmoid(-beta D)."""
-    nothing = torch.zeros_like(u)
-    losses = rl_lab.dpo_loss(u, v, nothing, nothing, row.beta)
-    return _of_margin(losses, -row.beta * torch.sigmoid(-row.beta * (u - v)), u - v)
-
-
-def smoothed_loss(row: PreferenceRow, u: Tensor, v: Tensor):
-    """-(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D), slope in D: beta (sigmoid(beta D) - (1 - e))."""
-    return _smoothed(row, u - v)
-
-
-def _smoothed(row: PreferenceRow, margin: Tensor):
-    e, z = row.label_smoothing, row.beta * margin
-    losses = -(1 - e) * F.logsigmoid(z) - e * F.logsigmoid(-z)
-    return _of_margin(losses, row.beta * (torch.sigmoid(z) - (1 - e)), margin)
-
-
-def robust_loss(row: PreferenceRow, u: Tensor, v: Tensor):
-    """(-(1 - e) log s(z) + e log s(-z)) / (1 - 2 e), z = beta D; slope -beta ((1 - e) s(-z) + e s(z)) / (1 - 2 e)."""
-    e, z = row.label_smoothing, row.beta * (u - v)
-    losses = (-(1 - e) * F.logsigmoid(z) + e * F.logsigmoid(-z)) / (1 - 2 * e)
-    slope = -row.beta * ((1 - e) * torch.sigmoid(-z) + e * torch.sigmoid(z)) / (1 - 2 * e)
-    return _of_margin(losses, slope, u - v)
-
-
-def ipo_loss(row: PreferenceRow, u: Tensor, v: Tensor):
-    """(D - 1 / (2 beta))^2: a regression of the margin to a finite target, not DPO with a penalty."""
-    error = u - v - 1 / (2 * row.beta)
-    return _of_margin(error.square(), 2 * error, u - v)
-
-
-def hinge_loss(row: PreferenceRow, u: Tensor, v: Tensor):
-    """max(0, 1 - beta D), slope -beta below the hinge and 0 above."""
-    gap = 1 - row.beta * (u - v)
-    return _of_margin(gap.clamp(min=0), choose(gap > 0, -row.beta, 0.0, u.dtype), u - v)
-
-
-def exo_loss(row: PreferenceRow, u: Tensor, v: Tensor):
-    """KL(q || 1 - e), q = sigmoid(beta D); slope beta q (1 - q) (log(q / (1 - e)) - log((1 - q) / e))."""
-    e, z = row.label_smoothing, row.beta * (u - v)
-    q = torch.sigmoid(z)
-    win, lose = F.logsigmoid(z) - math.log1p(-e), F.logsigmoid(-z) - math.log(e)
-    return _of_margin(q * win + (1 - q) * lose, row.beta * q * (1 - q) * (win - lose), u - v)
-
-
-def sppo_hard_loss(row: PreferenceRow, u: Tensor, v: Tensor):
-    """(u - 1 / (2 beta))^2 + (v + 1 / (2 beta))^2: both answers move to a fixed score."""
-    win, lose = u - 0.5 / row.beta, v + 0.5 / row.beta
-    return win.square() + lose.square(), 2 * win, 2 * lose, u - v
-
-
-def bco_loss(row: PreferenceRow, u: Tensor, v: Tensor):
-    """-log sigmoid(beta u) - log sigmoid(-beta v): two classifications instead of a comparison."""
-    losses = -F.logsigmoid(row.beta * u) - F.logsigmoid(-row.beta * v)
-    return losses, -row.beta * torch.sigmoid(-row.beta * u), row.beta * torch.sigmoid(row.beta * v), u - v
-
-
-def simpo_loss(row: PreferenceRow, u: Tensor, v: Tensor):
-    """-log sigmoid(beta D - gamma), slope in D: -beta sigmoid(gamma - beta D)."""
-    z = row.beta * (u - v) - row.gamma
-    return _of_margin(-F.logsigmoid(z), -row.beta * torch.sigmoid(-z), u - v)
-
-
-def orpo_loss(row: PreferenceRow, u: Tensor, v: Tensor):
-    """-beta log sigmoid(O), O = odds(u) - odds(v), odds(s) = s - log(1 - e^s), d odds / ds = 1 / (1 - e^s)."""
-    odds = u - torch.log(-torch.expm1(u)) - (v - torch.log(-torch.expm1(v)))
-    slope = -row.beta * torch.sigmoid(-odds)
-    return -row.beta * F.logsigmoid(odds), slope / -torch.expm1(u), -slope / -torch.expm1(v), odds
-
-
-def aot(row: PreferenceRow, policy: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor]):
-    """Smoothed DPO on D_(k) = k-th smallest policy gap - k-th smallest reference gap; slopes return to the pairs by rank."""
-    gaps, order = torch.sort(policy[0] - policy[1])
-    losses, slope, _, margin = _smoothed(row, gaps - torch.sort(reference[0] - reference[1]).values)
-    per_pair = torch.zeros_like(slope).scatter(0, order, slope)
-    return losses, per_pair, -per_pair, margin
-
-
-def aot_unpaired_loss(row: PreferenceRow, u: Tensor, v: Tensor):
-    """Smoothed DPO on D_(k) = k-th smallest u - k-th smallest v."""
-    (sorted_u, order_u), (sorted_v, order_v) = torch.sort(u), torch.sort(v)
-    losses, slope, _, margin = _smoothed(row, sorted_u - sorted_v)
-    nothing = torch.zeros_like(slope)
-    return losses, nothing.scatter(0, order_u, slope), -nothing.scatter(0, order_v, slope), margin
-
-
-def kto(row: PreferenceRow, u: Tensor, data: Preferences) -> tuple[Tensor, Tensor, Tensor]:
-    """weight (1 - sigmoid(s beta (u - z0))), s = +1 desirable and -1 not; slope -s weight beta p (1 - p).
-
-    z0 = max(0, mean of the mismatched answers' u) estimates a KL and carries no gradient. (N,) each.
-    """
-    z0 = (data.kl_seq_logps - data.ref_kl_seq_logps).mean().clamp(min=0)
-    sign = choose(data.labels, 1.0, -1.0, u.dtype)
-    weight = choose(data.labels, row.desirable_weight, row.undesirable_weight, u.dtype)
-    p = torch.sigmoid(sign * row.beta * (u - z0))
-    return weight * (1 - p), -sign * weight * row.beta * p * (1 - p), u - z0
-
-
-PREFERENCE_LOSSES = {
-    "sigmoid": sigmoid_loss,
-    "cdpo": smoothed_loss,
-    "robust": robust_loss,
-    "ipo": ipo_loss,
-    "hinge": hinge_loss,
-    "exo": exo_loss,
-    "sppo_hard": sppo_hard_loss,
-    "bco": bco_loss,
-    "aot_unpaired": aot_unpaired_loss,
-    "simpo": simpo_loss,
-    "orpo": orpo_loss,
-}
+def _sft_weights(row: PreferenceRow, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """sft_coef times what the NLL gives to each token of a chosen answer, 0 for the rejected ones."""
+    chosen = mask.clone()
+    chosen[len(chosen) // 2 :] = False
+    count = {
+        "mean_over_tokens": chosen.sum(),
+        "mean_per_response": len(mask) // 2 * chosen.sum(dim=1, keepdim=True).clamp(min=1),
+        "sum_per_response": len(mask) // 2,
+    }[row.sft_reduction]
+    return row.sft_coef * chosen.to(dtype) / count

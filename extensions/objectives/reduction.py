@@ -61,7 +61,7 @@ REDUCTIONS: dict[str, Choice] = {
     "sum_over_width": Choice(
         "(1/(B W)) sum_i sum_t x, W the padded width of this batch", lambda row, batch, n: n.rows * batch.mask.shape[1]
     ),
-    "total_over_width": Choice("(1/W) sum_i sum_t x: as sum_over_width without B", lambda row, batch, n: batch.mask.shape[1]),
+    "total_over_width": Choice("(1/W) sum_i sum_t x: sum_over_width without B", lambda row, batch, n: batch.mask.shape[1]),
     "sum_over_tokens": Choice("sum_i sum_t x", lambda row, batch, n: 1.0),
 }
 

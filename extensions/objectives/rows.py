@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from extensions.objectives.choices import Row
-from extensions.objectives.pairs import PreferenceRow
+from extensions.objectives.rows_captured import CAPTURED_ROWS
 
 INF = math.inf
 
@@ -17,7 +17,7 @@ TRL = "TRL 1.16.0, GRPOTrainer"
 VERL = "verl 0.9.1, core_algos"
 
 
-def _table(*rows: Row | PreferenceRow) -> dict:
+def _table(*rows: Row) -> dict[str, Row]:
     return {row.name: row for row in rows}
 
 
@@ -215,88 +215,57 @@ OTHER_ROWS = _table(
         scale="group_std", std_ddof=1, std_eps=1e-6, std_guard="floor", kl="k3", reduction="mean_over_tokens",
         kl_reduction="sum_over_width"),
     Row("grpo@openrlhf-3c3be62",
-        "OpenRLHF 3c3be62, group_norm with token_level_loss; from its source, not checked against a recording",
-        "from the paper: sample std + 1e-9, token mean; its clip of the baselined reward to +-10, and the k1 KL that it "
-        "then subtracts from each token, are left out",
+        "OpenRLHF 3c3be62, group_norm with token_level_loss; loss and advantages as recorded in 0.11.2",
+        "from the paper: sample std + 1e-9, token mean; its clip of the baselined reward to +-10 (reward_clip) and the k1 KL"
+        " that it then subtracts from each token (kl_place after_baseline) are not set here",
         scale="group_std", std_ddof=1, std_eps=1e-9, reduction="mean_over_window", rows_counted="nonempty",
         length_eps=1e-8),
 )
 
-ROWS: dict[str, Row] = PAPER_ROWS | TRL_ROWS | VERL_ROWS | OTHER_ROWS
-"""Every named row. A new one is an entry here and a test."""
-
-_DPO = PreferenceRow("dpo", "Rafailov et al. 2023, arXiv 2305.18290, equation 7",
-    "sums over tokens, as the paper's log pi(y | x)")
-
-PREFERENCE_ROWS: dict[str, PreferenceRow] = _table(
-    _DPO,
-    replace(_DPO, name="dpo_mean", source="TRL calls it sigmoid_norm",
-        differs="from dpo: means over tokens; another objective, not a rescaled one",
-        score="mean"),
-    replace(_DPO, name="cdpo", source="Mitchell 2023, note on noisy preferences, equation 3",
-        differs="from dpo: labels are flipped with probability e, so the margin has a finite optimum",
-        loss="cdpo", label_smoothing=0.1),
-    replace(_DPO, name="robust", source="Chowdhury et al. 2024, arXiv 2403.00409",
-        differs="from cdpo: the flips are subtracted instead of mixed in, which keeps the loss unbiased",
-        loss="robust", label_smoothing=0.1),
-    replace(_DPO, name="ipo", source="Azar et al. 2023, arXiv 2310.12036, equation 17; beta is the paper's tau",
-        differs="from dpo: the margin is fitted to 1 / (2 beta)",
-        loss="ipo"),
-    replace(_DPO, name="ipo_mean", source="TRL 1.16.0 calls it ipo",
-        differs="from ipo: means over tokens, so the target does not depend on length",
-        loss="ipo", score="mean"),
-    replace(_DPO, name="hinge", source="Zhao et al. 2023 (SLiC), arXiv 2305.10425, with a reference",
-        differs="from dpo: no gradient once beta D > 1",
-        loss="hinge"),
-    PreferenceRow("kto", "Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and 8",
-        "labelled answers instead of pairs; the mean is over all answers, z0 from mismatched ones, as in TRL 1.16.0",
-        loss="kto"),
-    PreferenceRow("simpo", "Meng et al. 2024, arXiv 2405.14734",
-        "no reference, means over tokens, a target margin; the paper tunes beta and gamma for each model; 2 and 1 here",
-        loss="simpo", score="mean", reference="unused", beta=2.0, gamma=1.0),
-    PreferenceRow("orpo", "Hong et al. 2024, arXiv 2403.07691",
-        "no reference; odds of per-token means, beside the chosen answers' NLL; beta is the paper's lambda",
-        loss="orpo", score="mean", reference="unused", sft_coef=1.0),
-    replace(_DPO, name="exo", source="Ji et al. 2024, arXiv 2402.00856, equation 16 for two answers",
-        differs="from cdpo: the KL the other way round",
-        loss="exo", label_smoothing=0.1),
-    replace(_DPO, name="sppo_hard", source="Wu et al. 2024, arXiv 2405.00675, with hard labels",
-        differs="from ipo: both answers have a target of their own",
-        loss="sppo_hard"),
-    replace(_DPO, name="bco", source="Jung et al. 2024, arXiv 2404.04656",
-        differs="from dpo: classifies each answer; the paper's running mean of rewards is left out, as in TRL's bco_pair",
-        loss="bco"),
-    replace(_DPO, name="aot", source="Melnyk et al. 2024, arXiv 2406.05882",
-        differs="from dpo: compares sorted gaps, so a pair's gradient depends on its rank in the batch",
-        loss="aot"),
-    replace(_DPO, name="aot_unpaired", source="Melnyk et al. 2024, arXiv 2406.05882",
-        differs="from aot: chosen and rejected scores are sorted apart",
-        loss="aot_unpaired"),
-    replace(_DPO, name="dpo_sft", source='TRL 1.16.0, loss_type=["sigmoid", "sft"], loss_weights=[1, 0.5]',
-        differs="from dpo: + 0.5 * NLL of the chosen answers, so their probability is held up",
-        sft_coef=0.5),
-    replace(_DPO, name="dpo_forward_kl", source="Wang et al. 2023, arXiv 2309.16240",
-        differs="from dpo: the reward behind it is regularised by the forward KL",
-        divergence="forward_kl"),
-    replace(_DPO, name="dpo_js", source="Wang et al. 2023, arXiv 2309.16240",
-        differs="from dpo: the reward behind it is regularised by the Jensen-Shannon divergence",
-        divergence="js"),
-    replace(_DPO, name="ld_dpo", source="Liu et al. 2024, arXiv 2409.06411",
-        differs="from dpo: tokens beyond the shorter answer's length weigh half",
-        tail_weight=0.5),
+LATER_ROWS = _table(
+    replace(_GRPO, name="maxrl", source="maximum likelihood reinforcement learning, for rewards of 0 and 1",
+        differs="from grpo: divided by the mean of the group instead of its std, so a rare success weighs more; no KL",
+        scale="group_mean", kl="none", kl_coef=0.0),
+    replace(_GRPO, name="topr", source="Le Roux et al. 2025, arXiv 2503.14286",
+        differs="from cispo: good answers weigh 1, bad ones min(r, 1), r of whole answers; group mean as baseline here",
+        ratio="sequence_product", surrogate="topr", scale="none", kl="none", kl_coef=0.0, reduction="sum_per_response"),
+    replace(_GRPO, name="kl_cov", source="Cui et al. 2025, arXiv 2505.22617",
+        differs="from grpo: no clip; |l - l0| on the few tokens whose advantage goes with their log-probability most",
+        surrogate="plain", kl="abs", kl_anchor="old", kl_coef=1.0, kl_tokens="top_covariance", selected_share=0.0002,
+        reduction="mean_over_tokens"),
+    replace(_GRPO, name="clip_cov", source="Cui et al. 2025, arXiv 2505.22617",
+        differs="from grpo: all tokens between two covariances have no gradient, where the paper draws a few of them",
+        token_selection="outside_covariance", kl="none", kl_coef=0.0, reduction="mean_over_tokens"),
+    replace(_GRPO, name="top_entropy", source="Wang et al. 2025, arXiv 2506.01939",
+        differs="from dapo: the policy term on the fifth of the tokens with the largest entropy; every token is counted",
+        token_selection="top_entropy", clip_high=0.28, kl="none", kl_coef=0.0, reduction="mean_over_tokens"),
+    replace(_GRPO, name="tis", source="truncated importance sampling between an inference engine and a trainer",
+        differs="from grpo: a token weighs old policy over sampler, at most 2; no KL",
+        sampler_correction="token", sampler_bound="capped", kl="none", kl_coef=0.0, reduction="mean_over_tokens"),
+    replace(_GRPO, name="mis", source="masked importance sampling between an inference engine and a trainer",
+        differs="from tis: answers whose geometric mean ratio leaves [0.5, 2] are dropped instead of capped",
+        sampler_correction="geometric", sampler_drop="ratio", sampler_drop_level="mean", sampler_drop_low=0.5,
+        sampler_drop_high=2.0, kl="none", kl_coef=0.0, reduction="mean_over_tokens"),
+    replace(_GRPO, name="nll_on_good", source="the imitation term of VAPO (2025), arXiv 2504.05118, beside grpo",
+        differs="from grpo: + 0.1 * NLL of answers with R > 0, no KL",
+        nll="positive_reward", kl="none", kl_coef=0.0, reduction="mean_over_tokens"),
+    replace(_GRPO, name="overlong_filter", source="Yu et al. 2025 (DAPO), section 3.4, overlong filtering",
+        differs="from grpo: answers that were cut off carry no loss, no KL",
+        overlong="mask", kl="none", kl_coef=0.0, reduction="mean_over_tokens"),
 )
+
+ROWS: dict[str, Row] = PAPER_ROWS | TRL_ROWS | VERL_ROWS | OTHER_ROWS | LATER_ROWS | CAPTURED_ROWS
+"""Every named row. A new one is an entry here and a test."""
 
 # fmt: on
 NOT_EXPRESSED: dict[str, str] = {
-    "Clip-Cov, KL-Cov (verl)": "which tokens are cut depends on a covariance over the batch and on a random draw that no "
-    "recorded array holds",
+    "Clip-Cov's own draw (verl)": "it takes a random part of the tokens that outside_covariance names; pass what was drawn as "
+    "selected_tokens, token_selection given",
     "adaptive KL controller (verl)": "a rule for kl_coef from step to step, not an objective on one batch",
     "V-trace (rlax)": "its targets weigh each later step by a product of clipped ratios; the table has GAE only",
-    "top-entropy token selection (TRL top_entropy_quantile)": "a quantile over the batch decides the mask; pass the mask",
-    "sampler correction (TRL with vLLM, verl rollout weights)": "a second ratio to the sampler's own log-probabilities, "
-    "with a clip of its own; no batch here holds them",
-    "reward clip range (OpenRLHF)": "cuts the baselined reward before the KL is subtracted from each token",
+    "an aligned WPO weight (TRL use_weighting)": "it reads the whole vocabulary at every token; pass it as pair_weights",
     "sampling of replacement groups (DAPO)": "the filter is here; drawing new prompts belongs to a trainer",
     "advantages of gamma < 1 that restart after a hole in the mask (verl reinforce_plus_plus)": "here a hole is skipped",
     "Beta Normalization Policy Optimization": "fits a Beta distribution to rewards; the name bnpo here is TRL's reduction",
+    "a multi-turn sum of ratios (one sequence ratio per segment of a packed row)": "a row of the batch is one answer here",
 }

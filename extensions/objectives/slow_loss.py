@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ class SlowLoss:
         row, total = self.row, torch.zeros((), dtype=self.logps.dtype)
         for i, t in self.all:
             ratio, place = self.ratio(i, t), self.sampler_weight(i, t)
-            total = total - self.weight(row.reduction, i) * self.selects(row.token_selection, i, t) * place * self.J(i, t, ratio)
+            counted = self.weight(row.reduction, i) * self.selects(row.token_selection, i, t)
+            total = total - counted * place * self.J(i, t, ratio)
             if row.kl_in_loss and row.kl != "exact":
                 kl = self.kl(i, t) * (ratio if row.kl_weight == "ratio" else 1)
                 kl = kl * (place if row.sampler_place == "loss" else 1) * self.selects(row.kl_tokens, i, t)
@@ -125,19 +127,28 @@ class SlowLoss:
             at = (1 - row.selected_share) * (len(values) - 1)
             low = values[math.floor(at)]
             return batch.entropies[i, t].item() >= low + (values[math.ceil(at)] - low) * (at - math.floor(at))
-        mean_A, mean_l = (statistics.fmean(x[j, s].item() for j, s in self.all) for x in (self.A, batch.logps))
-        cov = {(j, s): (self.A[j, s].item() - mean_A) * (batch.logps[j, s].item() - mean_l) for j, s in self.all}
+        cov = self.covariances()
         if rule == "outside_covariance":
             return not row.covariance_low < cov[i, t] < row.covariance_high
         count = max(1, int(len(cov) * row.selected_share))
         return (i, t) in sorted(cov, key=cov.get, reverse=True)[:count]
 
+    @lru_cache  # noqa: B019
+    def covariances(self) -> dict[tuple[int, int], float]:
+        A, l = self.A.tolist(), self.batch.logps.tolist()
+        mean_A, mean_l = (statistics.fmean(x[j][s] for j, s in self.all) for x in (A, l))
+        return {(j, s): (A[j][s] - mean_A) * (l[j][s] - mean_l) for j, s in self.all}
+
     # ---- ratio, J, KL
 
+    @lru_cache  # noqa: B019  (an object lives for one comparison)
+    def log_ratios(self, i: int) -> tuple[dict[int, Tensor], Tensor]:
+        d = {s: self.logps[i, s] - self.batch.old_logps[i, s] for s in self.used[i]}
+        return d, sum(d.values()) / len(d)
+
     def ratio(self, i: int, t: int) -> Tensor | None:
-        row, l, l0 = self.row, self.logps, self.batch.old_logps
-        d = {s: l[i, s] - l0[i, s] for s in self.used[i]}
-        mean = sum(d.values()) / len(d)
+        row, l = self.row, self.logps
+        d, mean = self.log_ratios(i)
 
         def cut(x: Tensor) -> Tensor:
             return x.clamp(row.log_ratio_min, row.log_ratio_max)
@@ -159,7 +170,7 @@ class SlowLoss:
 
     def J(self, i: int, t: int, r: Tensor | None) -> Tensor:
         row, a, l, l0 = self.row, self.A[i, t], self.logps[i, t], self.batch.old_logps[i, t]
-        lag = -sum((self.logps[i, s] - self.batch.old_logps[i, s]).item() for s in self.used[i]) / len(self.used[i])
+        lag = -self.log_ratios(i)[1].item()
         if row.off_policy_rows == "drop" and a < 0 and lag > row.off_policy_threshold:
             return 0 * l
         if row.ratio == "none":
@@ -169,7 +180,7 @@ class SlowLoss:
         clip = lambda: torch.minimum(r * a, r.clamp(low, high) * a)  # noqa: E731
 
         def vespo() -> Tensor:
-            w = sum(self.logps[i, s] - self.batch.old_logps[i, s] for s in self.used[i]).detach().exp()
+            w = sum(self.log_ratios(i)[0].values()).detach().exp()
             k, lam = (
                 (row.vespo_k_positive, row.vespo_lam_positive) if a >= 0 else (row.vespo_k_negative, row.vespo_lam_negative)
             )

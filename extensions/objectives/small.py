@@ -60,6 +60,8 @@ def small_preferences(batch: Batch) -> Preferences:
         logps=batch.logps[rows],
         mask=batch.mask[rows],
         are_pairs=True,
+        answer_lengths=batch.lengths[rows],
+        pair_weights=torch.tensor([0.5, 1.0, 0.75], dtype=torch.float64),
         ref_logps=batch.ref_logps[rows],
         labels=torch.tensor([True, True, True, False, False, False]),
         kl_seq_logps=torch.tensor([-5.0, -7.0, -4.0, -9.0, -9.0, -8.0], dtype=torch.float64),

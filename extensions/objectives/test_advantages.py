@@ -153,6 +153,14 @@ class Advantages(unittest.TestCase):
         kept = replace(row, baseline="none", credit="outcome", scale="none")
         self.assert_all_close(objectives.compute_advantages(kept, batch)[0, :2].tolist(), [0.98, 0.98])
 
+    def test_reward_clip_before_a_reward_to_go(self):
+        """Rewards 5 and -0.2 cut to +-1 before the KL of 0.02 a token: the first tokens of two get 1 - 0.04 and -0.2 - 0.04."""
+        batch = self.batch(rewards=[5.0, -0.2], groups=[0, 0])
+        batch = replace(batch, old_logps=batch.logps, ref_logps=batch.logps - 0.4 * batch.mask.double())
+        row = replace(ROWS["reinforce_pp"], scale="none", kl_coef=0.05, reward_clip="before_baseline", reward_limit=1.0)
+        got = objectives.compute_advantages(row, batch)
+        self.assert_all_close([got[0, 0].item(), got[1, 4].item()], [0.96, -0.24])
+
     def test_whitening_over_padding_and_without_centring(self):
         """A 1 on one token, -1 on three, two slots of padding. Counted: mean -0.5, var 3/4. Slots: sum -2 over 6, squares 4:
         mean -1/3, var 4/6 - 1/9 = 5/9. Without centring: A / std."""
@@ -239,6 +247,8 @@ class Advantages(unittest.TestCase):
             evaluate(row, self.batch(rewards=[1.0, 1.0], groups=[0, 0]))
         with self.subTest("nor does it count in the batch's mean and std"):
             # [2, 1] alone: A = +-0.5; std of A 0.5, of R 0.5. With [1, 1] beside it the stds would be smaller.
+            of_batch = replace(row, baseline="batch_mean", scale="none")
+            self.assert_all_close(self.of(of_batch, rewards=[1.0, 1.0, 2.0, 1.0], groups=[0, 0, 1, 1])[2:], [0.5, -0.5])
             for scale, wanted in (("batch_std", 1.0), ("batch_std_of_raw_rewards", 1.0)):
                 scaled = replace(row, scale=scale, std_eps=0.0)
                 got = self.of(scaled, rewards=[1.0, 1.0, 2.0, 1.0], groups=[0, 0, 1, 1])

@@ -28,11 +28,13 @@ class BadInput(unittest.TestCase):
         """NaN and -inf outside the mask: same loss and gradient, and 0 there, for every row of the table."""
         clean = small_batch()
         spoiled = {}
-        for number, name in enumerate(("logps", "old_logps", "ref_logps", "values", "vpreds", "entropies", "advantages")):
+        arrays = ("logps", "old_logps", "ref_logps", "values", "vpreds", "entropies", "advantages", "sampler_logps")
+        for number, name in enumerate((*arrays, "sampler_weights")):
             spoiled[name] = torch.where(clean.mask, getattr(clean, name), (math.nan, -math.inf, math.inf)[number % 3])
         for name in ("logits", "ref_logits"):
             spoiled[name] = torch.where(clean.mask.unsqueeze(2), getattr(clean, name), math.nan)
-        same = ("mask", "rewards", "group_ids", "reward_baselines", "rewards_per_func", "reward_weights", "budget")
+        same = ("mask", "truncated", "selected_tokens", "rewards", "group_ids", "reward_baselines", "rewards_per_func")
+        same += ("reward_weights", "budget")
         dirty = make_batch(**spoiled, **{name: getattr(clean, name) for name in same})
         for name, row in ROWS.items():
             one, two = evaluate(row, clean), evaluate(row, dirty)
@@ -99,6 +101,13 @@ class BadInput(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "no rewards"):
             evaluate(ROWS["dr_grpo"], replace(batch, rewards=None))
 
+    def test_a_list_keeps_its_digits(self):
+        """0.1 and -1.1 from a list are doubles, as from numpy; the dtype of a tensor is kept."""
+        batch = make_batch(logps=[[-1.1]], mask=[[True]], advantages=[0.1])
+        self.assertEqual((batch.logps.item(), batch.advantages.item()), (-1.1, 0.1))
+        single = make_batch(logps=torch.tensor([[-1.1]]), mask=[[True]], advantages=[0.1])
+        self.assertEqual(single.advantages.dtype, torch.float32)
+
     def test_rows_that_make_no_sense(self):
         for wrong, message in (
             ({"surrogate": "clpi"}, "surrogate: got 'clpi', wanted one of plain, clip"),
@@ -121,7 +130,7 @@ class BadInput(unittest.TestCase):
             ({"baseline": "greedy"}, "group_std needs a baseline of the group"),
             (
                 {"baseline": "none", "credit": "reward_to_go", "scale": "none", "reward_parts": "normalise_then_sum"},
-                "one number an answer",
+                "one number per answer",
             ),
             ({"surrogate": "vespo", "ratio": "sequence_mean"}, "its own ratio of answers"),
         ):

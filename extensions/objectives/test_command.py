@@ -7,11 +7,14 @@ import importlib.util
 import io
 import math
 import os
+import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
+import torch
 
 import rl_lab
 from extensions import objectives
@@ -83,17 +86,38 @@ class CommandLine(unittest.TestCase):
             np.savez(pickled, logps=np.array([{}], dtype=object))
             np.savez(odd, rewards=np.zeros(3))
             np.savez(short, logps=np.full((2, 3), math.nan), mask=np.ones((2, 3), dtype=bool))
+            with open(Path(folder) / "one.npz", "wb") as file:
+                np.save(file, np.zeros(3))
+            np.savez(Path(folder) / "both.npz", logps=np.zeros((2, 3)), per_token_logps=np.ones((2, 3)))
             for path, message in (
                 (Path(folder) / "none.npz", "No such file"),
-                (text, "not an .npz file"),
-                (pickled, "plain arrays"),
+                (text, "not a whole zip archive"),
+                (pickled, "Python objects; they are never unpickled"),
                 (odd, "wanted at least logps and mask"),
                 (short, "logps: got nan at row 0, position 0"),
+                (Path(folder) / "one.npz", "one array without a name"),
+                (Path(folder), "not a regular file"),
+                (Path(folder) / "both.npz", "logps and per_token_logps both mean logps"),
             ):
                 with self.subTest(path=path.name), self.assertRaisesRegex(rl_lab.FileProblem, message):
                     self.run_main("--batch", str(path))
+        # Names as another trainer has them, and a .pt file, are read as the audit reads them.
+        arrays = dict(np.load(CAPTURES / "trl_grpo_grpo_pass2.npz"))
+        with tempfile.TemporaryDirectory() as folder:
+            names = {"logps": "per_token_logps", "mask": "completion_mask", "old_logps": "old_per_token_logps"}
+            renamed = {names.get(name, name): torch.as_tensor(value) for name, value in arrays.items()}
+            torch.save(renamed, Path(folder) / "batch.pt")
+            line = next(x for x in self.run_main("--batch", f"{folder}/batch.pt").splitlines() if x.startswith("grpo@trl"))
+            self.assertIn("-0.094331", line)
         with self.assertRaisesRegex(rl_lab.FileProblem, "grpo also needs old_logps"):
             self.run_main("--batch", str(CAPTURES / "trl_kto_default.npz"), "--objective", "grpo")
+
+    def test_a_file_problem_names_the_command(self):
+        """A package's command is told under the package's name, a file's under its own: never __main__.py."""
+        for argv, name in (("lab/extensions/objectives/__main__.py", "python -m extensions.objectives"), ("lab/a.py", "a.py")):
+            with mock.patch.object(sys, "argv", [argv]), self.assertRaises(SystemExit) as stopped:
+                rl_lab.run_command(lambda: self.run_main("--batch", "no-such-file.npz"))
+            self.assertEqual(stopped.exception.code, f"{name}: error: --batch no-such-file.npz: No such file or directory")
 
     def test_wrong_flags_exit_with_2(self):
         for arguments, message in (

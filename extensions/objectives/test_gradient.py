@@ -38,7 +38,7 @@ class GradientInClosedForm(GradientCase):
     def test_finite_differences(self):
         """(L(l + h) - L(l - h)) / 2h for rows without a stop-gradient; the small batch stands on no kink."""
         batch, h = small_batch(), 1e-6
-        # V1 restarts its statistics nowhere: advantages come from old quantities, so moving l moves the loss alone.
+        # Advantages come from rewards and old quantities: moving l moves the loss and leaves them as they are.
         for name in (
             "ppo",
             "dual_clip",
@@ -133,7 +133,7 @@ class GradientInClosedForm(GradientCase):
                         "clip_replace": lambda: (clipped - targets).square(),
                     }[name]()
                     (wanted,) = torch.autograd.grad(losses.sum(), vpreds)
-                    if name == "clip_max":  # at a tie autograd gives half to each branch: the whole inside the band, half beyond
+                    if name == "clip_max":  # at a tie autograd gives half to each branch, which is the whole only in the band
                         inside = (vpreds - values).abs() < row.value_clip
                         wanted = torch.where(inside, 2 * (vpreds - targets), wanted)
                     got_losses, got = objectives.value_loss_and_slope(row, vpreds.detach(), values, targets)
@@ -141,7 +141,7 @@ class GradientInClosedForm(GradientCase):
                     torch.testing.assert_close(got, wanted.detach())
 
     def test_the_entropy_term(self):
-        """loss -= coef * mean entropy / accumulation steps: entropies 1, 2, 3 on three tokens, coef 0.3, 2 steps: -0.3 * 2 / 2."""
+        """loss -= coef * mean entropy / accumulation steps: entropies 1, 2, 3 on three tokens, 0.3, 2 steps: -0.3 * 2 / 2."""
         batch = make_batch(
             logps=[[-1.0, -1.0], [-1.0, 0.0]],
             mask=[[True, True], [True, False]],

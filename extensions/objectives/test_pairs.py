@@ -46,7 +46,7 @@ class PreferenceLosses(unittest.TestCase):
         }[row.divergence]()
         u, v = s[:half], s[half:]
         b, e, sig = row.beta, row.label_smoothing, torch.sigmoid
-        q = sig(b * (u - v))
+        q, T = sig(b * (u - v)), data.mask.sum(dim=1).double()
         smooth = lambda D: -(1 - e) * sig(b * D).log() - e * sig(-b * D).log()  # noqa: E731
 
         def kto():
@@ -76,18 +76,49 @@ class PreferenceLosses(unittest.TestCase):
             "bco": lambda: -sig(b * u).log() - sig(-b * v).log(),
             "aot": aot,
             "aot_unpaired": lambda: smooth(u.sort().values - v.sort().values),
-            "simpo": lambda: -sig(b * (u - v) - row.gamma).log(),
+            "nca": lambda: -sig(b * u).log() - 0.5 * sig(-b * u).log() - 0.5 * sig(-b * v).log(),
+            "apo_zero": lambda: 1 - sig(b * u) + sig(b * v),
+            "apo_down": lambda: sig(b * u) + 1 - q,
+            "discopop": lambda: (
+                (m := sig(b * (u - v) / row.discopop_tau)) * (-b * (u - v)).exp() - (1 - m) * q.log()
+            ),
+            "dpop": lambda: -sig(b * (u - v - row.dpop_lambda * torch.relu(-u))).log(),
+            "rdpo": lambda: -sig(b * (u - v) + row.length_alpha * (T[:half] - T[half:])).log(),
+            "kto_apo": lambda: torch.stack(
+                [
+                    row.desirable_weight * (1 - sig(b * x)) if good else row.undesirable_weight * (1 - sig(-b * x))
+                    for x, good in zip(s, data.labels)
+                ]
+            ),
+            "simpo": lambda: -(1 - e) * sig(b * (u - v) - row.gamma).log() - e * sig(row.gamma - b * (u - v)).log(),
             "orpo": lambda: -b * sig((u.exp() / (1 - u.exp())).log() - (v.exp() / (1 - v.exp())).log()).log(),
             "kto": kto,
         }[row.loss]()
-        nll = -torch.cat([logps[i][data.mask[i]] for i in range(half)]).mean()
+        if row.pair_weight == "wpo":
+            means = [logps[i][data.mask[i]].mean().item() for i in range(len(logps))]
+            losses = torch.stack([min(1.0, math.exp(means[i] + means[i + half])) * x for i, x in enumerate(losses)])
+        if row.pair_weight == "given":
+            losses = losses * data.pair_weights
+        answers = [-logps[i][data.mask[i]] for i in range(half)]
+        nll = {
+            "mean_over_tokens": lambda: torch.cat(answers).mean(),
+            "mean_per_response": lambda: sum(answer.mean() for answer in answers) / half,
+            "sum_per_response": lambda: sum(answer.sum() for answer in answers) / half,
+        }[row.sft_reduction]()
         return losses.mean() + row.sft_coef * nll
 
     def test_gradient_of_every_row(self):
         data = self.data()
         for name, named in PREFERENCE_ROWS.items():
-            rows = [named, replace(named, beta=0.7, sft_coef=0.0 if named.loss == "kto" else 0.3)]
-            if named.loss not in ("aot", "kto", "orpo"):
+            rows = [named, replace(named, beta=0.7, sft_coef=0.0 if named.of_labels else 0.3)]
+            if not named.of_labels:
+                rows += [replace(named, sft_coef=0.3, sft_reduction=r) for r in objectives.PREFERENCE_CHOICES["sft_reduction"]]
+            if not named.of_labels and not named.loss.startswith("aot"):
+                rows += [replace(named, pair_weight=weight) for weight in objectives.PREFERENCE_CHOICES["pair_weight"]]
+            if named.loss == "simpo":
+                rows.append(replace(named, label_smoothing=0.1))
+            # Without a reference u is a log-probability of -10 and exp(-u) overflows in the naive formula.
+            if named.loss not in ("aot", "kto", "kto_apo", "orpo") and not named.name.startswith("cpo"):
                 rows += [replace(named, divergence=divergence) for divergence in objectives.PREFERENCE_CHOICES["divergence"]]
             for row in rows:
                 logps = data.logps.clone().requires_grad_()
@@ -106,6 +137,8 @@ class PreferenceLosses(unittest.TestCase):
         data, h = self.data(), 1e-6
         data = replace(data, logps=data.logps + 0.01 * torch.arange(6).unsqueeze(1) * data.mask)  # no two answers tie
         for name, row in PREFERENCE_ROWS.items():
+            if row.pair_weight == "wpo":
+                continue  # its weight is a constant that a finite difference would move
             analytic = evaluate_preference(row, data).dloss_dlogps
             for i, t in ((0, 0), (2, 1), (3, 5), (5, 2)):
                 shift = torch.zeros_like(data.logps)
@@ -121,6 +154,44 @@ class PreferenceLosses(unittest.TestCase):
         pairs = self.pairs(1.5, -0.5)
         for name, wanted in (("dpo", 0.598139), ("cdpo", 0.618139), ("robust", 0.573139), ("ipo", 9.0), ("hinge", 0.8)):
             self.assertAlmostEqual(evaluate_preference(PREFERENCE_ROWS[name], pairs).loss.item(), wanted, 6, name)
+
+    def test_later_losses_by_hand(self):
+        """u = 2, v = -1, beta 0.5: s(1) = 0.731059, s(0.5) = 0.622459, s(1.5) = 0.817574. apo_zero 1 - s(1) + s(-0.5) =
+        0.646482; apo_down s(1) + 1 - s(1.5) = 0.913484; nca -log s(1) - log s(-1) / 2 - log s(0.5) / 2 = 1.206931;
+        dpop with u = -2: D - lambda 2 = -1 - 2 lambda. rdpo: lengths 3 and 1, alpha 0.1: -log s(1.5 + 0.2) = 0.167786."""
+        pairs = self.pairs(2.0, -1.0)
+        for name, wanted in (("apo_zero", 0.646482), ("apo_down", 0.913484), ("nca", 1.206931)):
+            got = evaluate_preference(replace(PREFERENCE_ROWS[name], beta=0.5), pairs).loss.item()
+            self.assertAlmostEqual(got, wanted, 6, name)
+        fallen = self.pairs(-2.0, -1.0)
+        row = replace(PREFERENCE_ROWS["dpop"], beta=0.5, dpop_lambda=1.0)
+        self.assertAlmostEqual(evaluate_preference(row, fallen).loss.item(), math.log1p(math.exp(1.5)), 12)
+        self.assertEqual(evaluate_preference(row, pairs).loss, evaluate_preference(replace(row, loss="sigmoid"), pairs).loss)
+        row = replace(PREFERENCE_ROWS["rdpo"], beta=0.5, length_alpha=0.1)
+        self.assertAlmostEqual(
+            evaluate_preference(row, replace(pairs, answer_lengths=torch.tensor([3, 1]))).loss.item(), 0.167786, 6
+        )
+        with self.assertRaisesRegex(ValueError, "rdpo: the data have no answer_lengths"):
+            evaluate_preference(row, pairs)
+
+    def test_discopop_by_hand(self):
+        """z = 0: m = 1/2, (log 2 + 1) / 2 = 0.846574; slope in z -(1/2)(1/2) - 1/2 + (1/4) / 0.05 (1 - log 2) = 0.784264."""
+        result = evaluate_preference(replace(PREFERENCE_ROWS["discopop"], beta=1.0), self.pairs(0.0, 0.0))
+        self.assertAlmostEqual(result.loss.item(), (math.log(2) + 1) / 2, 12)
+        self.assertAlmostEqual(result.dloss_dscores[0].item(), -0.75 + 5 * (1 - math.log(2)), 12)
+
+    def test_weights_of_pairs(self):
+        """WPO: per-token means -0.5 and -1: weight exp(-1.5), and no gradient through it; a given weight multiplies alike."""
+        logps = np.array([[-0.5, -0.5], [-1.0, -1.0]])
+        data = make_preferences(logps=logps, ref_logps=logps, mask=np.ones((2, 2), dtype=bool), pair_weights=[0.25])
+        for weight, factor in (("none", 1.0), ("wpo", math.exp(-1.5)), ("given", 0.25)):
+            result = evaluate_preference(replace(PREFERENCE_ROWS["dpo"], pair_weight=weight), data)
+            self.assertAlmostEqual(result.loss.item(), factor * math.log(2), 12)
+            self.assertAlmostEqual(result.dloss_dlogps[0, 0].item(), -0.05 * factor, 12)
+        dense = make_preferences(logps=-logps, ref_logps=-logps, mask=np.ones((2, 2), dtype=bool))  # exp(1.5), held at 1
+        self.assertAlmostEqual(evaluate_preference(PREFERENCE_ROWS["wpo"], dense).loss.item(), math.log(2), 12)
+        with self.assertRaisesRegex(ValueError, "no pair_weights"):
+            evaluate_preference(replace(PREFERENCE_ROWS["dpo"], pair_weight="given"), replace(data, pair_weights=None))
 
     def test_ipo_sums_and_means(self):
         """0.3 on four tokens, -0.3 on two, beta 0.5: sums (1.8 - 1)^2 = 0.64, means (0.6 - 1)^2 = 0.16."""
@@ -180,6 +251,9 @@ class PreferenceLosses(unittest.TestCase):
             ({"loss": "kto", "sft_coef": 0.1}, "kto has no pairs"),
             ({"loss": "kto", "tail_weight": 0.5}, "kto has no pairs"),
             ({"loss": "kto", "divergence": "js"}, "kto has no pairs"),
+            ({"loss": "kto_apo", "pair_weight": "wpo"}, "kto_apo has no pairs"),
+            ({"loss": "aot", "pair_weight": "wpo"}, "aot compares ranks"),
+            ({"discopop_tau": 0.0}, "discopop_tau: got 0.0"),
             ({"loss": "orpo"}, "reference unused"),
         ):
             with self.subTest(wrong=wrong), self.assertRaisesRegex(ValueError, message):

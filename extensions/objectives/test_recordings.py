@@ -1,4 +1,4 @@
-"""Real trainers, recorded: every batch in captures is reproduced by a row, loss and gradient, without running the trainer."""
+"""Real trainers, recorded: every batch in captures is reproduced by a row, loss and gradient, without the trainer."""
 
 from __future__ import annotations
 

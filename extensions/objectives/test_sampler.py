@@ -1,4 +1,4 @@
-"""Corrections between sampler and trainer, selections of tokens, and the smaller terms: numbers by hand, and where they act."""
+"""Corrections between sampler and trainer, selections of tokens, smaller terms: numbers by hand, and where they act."""
 
 from __future__ import annotations
 
@@ -67,6 +67,17 @@ class SamplerCorrection(unittest.TestCase):
         self.assertEqual(self.gradient(**drop, sampler_drop_level="mean"), [1.0, 1.0, 0.0, 0.0])
         self.assertEqual(self.gradient(**drop | {"sampler_drop_high": 1.9}, sampler_drop_level="sum"), [1.0] * 4)
         self.assertEqual(self.gradient(**drop | {"sampler_drop_high": 1.6}, sampler_drop_level="worst"), [0.0, 0.0, 1.0, 1.0])
+
+    def test_padding_drops_no_answer(self):
+        """Ratios 1.2 | padding and 1.2, 1.2 against a band [1.1, 1.3]: padding, whose ratio would be 1, is no worst token."""
+        logps = np.full((2, 2), -1.0)
+        batch = make_batch(
+            logps=logps, sampler_logps=logps - math.log(1.2), mask=[[True, False], [True, True]], advantages=[1.0, 1.0]
+        )
+        for level in ("token", "mean", "worst"):
+            row = replace(PLAIN, sampler_drop="ratio", sampler_drop_level=level, sampler_drop_low=1.1, sampler_drop_high=1.3)
+            got = evaluate(row, batch).dloss_dlogps * -3
+            torch.testing.assert_close(got, batch.mask.double(), msg=level)
 
     def test_measures(self):
         """d = log 2: k1 -0.693, k2 0.240, k3 2 - 1 - 0.693 = 0.307, |p0 - ps| = e^-1 - e^-1 / 2 = 0.184. Each by a hair."""
@@ -172,6 +183,10 @@ class SmallerTerms(unittest.TestCase):
         torch.testing.assert_close(
             objectives.reduction_weights(PLAIN, batch, "total_over_width"), torch.full((3, 1), 1 / 3, dtype=torch.float64)
         )
+        mask = torch.tensor([[True, True], [False, False], [True, False]])
+        empty = make_batch(logps=-np.ones((3, 2)), mask=mask, group_ids=[0, 1, 2], advantages=[1.0] * 3, allow_empty_rows=True)
+        weights = objectives.reduction_weights(PLAIN, empty, "mean_per_prompt")[:, 0].tolist()
+        self.assertEqual((weights[0], weights[2]), (0.25, 0.5))  # the prompt without a token is no third mean
         with self.assertRaisesRegex(ValueError, "no group_ids"):
             evaluate(replace(PLAIN, reduction="mean_per_prompt"), replace(batch, group_ids=None))
 

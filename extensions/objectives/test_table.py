@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import torch
 
 from extensions import objectives
-from extensions.objectives import PREFERENCE_ROWS, ROWS, command, evaluate, make_batch
+from extensions.objectives import PREFERENCE_ROWS, ROWS, choices, command, evaluate, make_batch
 from extensions.objectives.oracle import GradientCase, check_close, combinations_of_choices, small_batch
 from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 
 
 class TheTable(GradientCase):
     def test_every_choice_has_a_function_and_a_formula(self):
-        choices = objectives.CHOICES
-        self.assertEqual(set(choices["surrogate"]), set(objectives.SURROGATES))
-        self.assertEqual(set(choices["std_guard"]), set(objectives.GUARDS))
+        formulas = objectives.CHOICES
+        self.assertEqual(set(formulas["surrogate"]), set(objectives.SURROGATES))
+        self.assertEqual(set(formulas["std_guard"]), set(objectives.GUARDS))
         self.assertEqual(set(objectives.GROUP_BASELINES), set(objectives.BASELINES))
-        self.assertEqual(set(objectives.PREFERENCE_CHOICES["loss"]), {*objectives.PREFERENCE_LOSSES, "kto", "aot"})
+        self.assertEqual(set(objectives.PREFERENCE_CHOICES["loss"]), set(objectives.PREFERENCE_LOSSES))
         fields = set(objectives.Row.__dataclass_fields__)
-        self.assertLessEqual(set(choices), fields)
+        self.assertLessEqual(set(formulas), fields)
         for (field, value), numbers in objectives.NUMBERS.items():
-            self.assertIn(value, choices[field])
+            self.assertIn(value, formulas[field])
             self.assertLessEqual(set(numbers), fields)
 
     def test_every_value_of_every_choice_is_used_by_a_test(self):
@@ -36,6 +38,27 @@ class TheTable(GradientCase):
             by_name |= set(values) if field == "entropy_reduction" else set()  # those of `reduction`, one by one
             by_name |= {"batch_mean", "leave_one_out_std", "group_mean", "slots", "answer_mean"}
             self.assertLessEqual(unused, by_name | ({"none"} if field == "centre" else set()), field)
+
+    def test_every_array_that_a_choice_needs_is_named(self):
+        """Row.needs names arrays in the order of NEEDED: one that is missing there would be read without a word."""
+        needed = {need for field in objectives.FIELDS.values() for choice in field.choices.values() for need in choice.needs}
+        self.assertLessEqual(needed, set(choices.NEEDED))
+        self.assertLessEqual(set(choices.NEEDED), {field.name for field in dataclasses.fields(objectives.Batch)})
+
+    def test_imports_go_one_way(self):
+        """Each room imports only rooms below it; what is imported for annotations alone is no import."""
+        floors = ["table", "surrogates", "batch", "kl", "advantages", "reduction", "critic", "sampler", "selection", "choices"]
+        floors += ["preference_losses", "pairs", "engine", "rows_captured", "rows", "rows_pairs", "small", "reader", "explain"]
+        floors += ["worked", "figure", "command"]
+        folder = Path(objectives.__file__).parent
+        rooms = {path.stem for path in folder.glob("*.py") if not path.stem.startswith(("test_", "__"))}
+        self.assertEqual(rooms, {*floors, "oracle", "slow_loss"})
+        for floor, name in enumerate(floors):
+            tree = ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))
+            for node in tree.body:
+                module = getattr(node, "module", None) or ""
+                if module.startswith("extensions.objectives"):
+                    self.assertIn(module.rpartition(".")[2], floors[:floor], f"{name} imports {module}")
 
     def test_rows_are_plain_records(self):
         for name, row in (ROWS | PREFERENCE_ROWS).items():

@@ -14,7 +14,8 @@ from extensions.objectives.batch import make_batch
 from extensions.objectives.choices import Row
 from extensions.objectives.engine import Evaluation, evaluate
 from extensions.objectives.pairs import PreferenceEvaluation, PreferenceRow, evaluate_preference, make_preferences
-from extensions.objectives.rows import PREFERENCE_ROWS, ROWS
+from extensions.objectives.rows import ROWS
+from extensions.objectives.rows_pairs import PREFERENCE_ROWS
 
 def worked_examples() -> list[rl_lab.WorkedExample]:
     """The overview guide's numbers, each by the engine beside its arithmetic."""

@@ -5,7 +5,8 @@ masks, left padding, a verifiable reward, a frozen reference, cached old log-pro
 
     task.py       prompts, right answers, held-out split, verifiers
     model.py      the transformer, key-value cache, sampling, the two masks
-    methods.py    settings, well-known mistakes, the six trainings
+    stage.py      settings, well-known mistakes, what a training is given
+    methods.py    the six trainings
     measure.py    what a policy does, measured the same way for all
     training.py   train(): from a start to its history
     files.py      what a training writes; command.py is the command line
@@ -43,18 +44,10 @@ from extensions.tiny_lm.methods import (
     EVALUATION_COLUMNS,
     GROUP_COLUMNS,
     METHODS,
-    MISTAKES,
     PAIR_COLUMNS,
-    SAMPLING,
     TRAINABLE_ROWS,
     AnswerPairs,
-    Answers,
-    Diagnostics,
     Method,
-    Mistake,
-    Scored,
-    Stage,
-    TinySettings,
     columns_of,
     dpo,
     dpo_update,
@@ -70,4 +63,5 @@ from extensions.tiny_lm.methods import (
     supervised,
     token_advantages,
 )
+from extensions.tiny_lm.stage import MISTAKES, SAMPLING, Answers, Diagnostics, Mistake, Scored, Stage, TinySettings
 from extensions.tiny_lm.training import TrainingRun, check_names, train

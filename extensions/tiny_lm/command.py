@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Iterator, Sequence
 
 from extensions.tiny_lm.files import paths_of, save
-from extensions.tiny_lm.methods import METHODS, MISTAKES, TinySettings, objective_row, own_steps
+from extensions.tiny_lm.methods import METHODS, objective_row, own_steps
+from extensions.tiny_lm.stage import MISTAKES, TinySettings
 from extensions.tiny_lm.task import VERIFIERS
 from extensions.tiny_lm.training import TrainingRun, check_names, train
 from rl_lab import LabParser, OnStep, add_settings, check_writable, chosen_settings, format_table, progress_line
+
 DESCRIPTION = """\
 Train a transformer of 100,000 parameters to write the distinct digits of a prompt in ascending order.
 Every run begins with a supervised start from 64 demonstrations (about half of its samples are right);
@@ -159,7 +162,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"{algorithm}: {problem}")
         save(arguments.output, run, start)
         runs.append(run)
+    print_report(arguments, settings, runs)
 
+
+def print_report(arguments: argparse.Namespace, settings: dict[str, float], runs: Sequence[TrainingRun]) -> None:
     details = [f"seed {settings['seed']}", f"verifier {arguments.verifier}"]
     details += [f"objective {arguments.objective}"] if arguments.objective else []
     details += [f"mistake {arguments.mistake}"] if arguments.mistake else []

@@ -9,13 +9,19 @@ from pathlib import Path
 
 import torch
 
-from extensions.tiny_lm.methods import Diagnostics
+from extensions.tiny_lm.stage import Diagnostics
 from extensions.tiny_lm.task import VOCABULARY
 from extensions.tiny_lm.training import TrainingRun
 from rl_lab import csv_text, json_text, replace_files, software
 
+
+def without_seconds(history: list[Diagnostics]) -> list[Diagnostics]:
+    """The history as its CSV holds it: equal runs write the same bytes."""
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in history]
+
+
 def without_nan(metrics: Diagnostics) -> dict:
-    """A row of the history for JSON, which has no NaN. Seconds stay in the CSV, so that equal runs write equal JSON."""
+    """A row of the history for JSON, which has no NaN; the seconds stand by themselves there."""
     return {name: None if math.isnan(value) else value for name, value in metrics.items() if name != "seconds"}
 
 
@@ -25,7 +31,10 @@ def without_infinity(fields: dict) -> dict:
 
 
 def run_document(run: TrainingRun, start: TrainingRun) -> dict:
-    """What OUTPUT/ALGORITHM.json holds: everything needed to run it again, and how it began and ended."""
+    """What OUTPUT/ALGORITHM.json holds: everything needed to run it again, and how it began and ended.
+
+    `seconds`, the wall clock, is the only entry that differs between equal runs.
+    """
     parameters = sum(parameter.numel() for parameter in run.policy.parameters())
     return {
         "algorithm": run.algorithm,
@@ -39,6 +48,7 @@ def run_document(run: TrainingRun, start: TrainingRun) -> dict:
         "supervised_metrics": without_nan(start.history[-1]),
         "initial_metrics": without_nan(run.history[0]),
         "final_metrics": without_nan(run.history[-1]),
+        "seconds": run.history[-1]["seconds"],
     }
 
 
@@ -56,7 +66,7 @@ def save(folder: Path, run: TrainingRun, start: TrainingRun) -> None:
     paths = paths_of(folder, run.algorithm)
     replace_files(
         {
-            paths["history"]: csv_text(run.history),
+            paths["history"]: csv_text(without_seconds(run.history)),
             paths["document"]: json_text(run_document(run, start)),
             paths["samples"]: "".join(json.dumps(record, allow_nan=False) + "\n" for record in run.samples),
         }

@@ -62,7 +62,8 @@ def stage_of(algorithm: str, policy: Decoder, mistake: str | None = None, **sett
     chosen = TinySettings(**{**SMALL, **settings})
     counts = dict.fromkeys(("optimizer_steps", "samples", "tokens", "pair_presentations"), 0)
     row = tiny_lm.objective_row(algorithm, None, chosen.kl)
-    return Stage(algorithm, chosen, policy, reference, seeded(chosen.seed), "exact", None, row, mistake, counts)
+    final_rate = METHODS[algorithm].final_rate
+    return Stage(algorithm, chosen, policy, reference, seeded(chosen.seed), "exact", None, row, mistake, counts, final_rate)
 
 
 def rounds_of(algorithm: str, mistake: str | None = None, row=None, **settings: float) -> tuple[list[dict], Stage]:

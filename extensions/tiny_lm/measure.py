@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 
-from extensions.tiny_lm.methods import Diagnostics, Stage
+from extensions.tiny_lm.stage import Diagnostics, Stage
 from extensions.tiny_lm.model import Decoder, generate, join
 from extensions.tiny_lm.task import PAD, Prompts, describe, rewards, written
 from rl_lab import categorical_kl

@@ -1,4 +1,4 @@
-"""Settings, well-known mistakes and the six trainings. A new training is a function of a Stage and an entry in METHODS."""
+"""The six trainings. A new training is a function of a Stage and an entry in METHODS."""
 
 from __future__ import annotations
 
@@ -9,209 +9,12 @@ from typing import Callable, Iterator, NamedTuple
 import torch
 from torch import Tensor
 
-from extensions.objectives import ROWS, Row, evaluate, gae_over_tokens, loss_to_backpropagate, make_batch
-from extensions.tiny_lm.model import Decoder, Sequences, generate, join
-from extensions.tiny_lm.task import (
-    PAD,
-    PROMPT_LENGTH,
-    RESPONSE_LENGTH,
-    VERIFIERS,
-    Prompts,
-    correct_responses,
-    draw_prompts,
-    rewards,
-    written,
-)
-from rl_lab import (
-    Adam,
-    Range,
-    Settings,
-    clip_fraction,
-    clipped_policy_loss,
-    descend,
-    dpo_loss,
-    groups_without_spread,
-    importance_ratio,
-    response_token_logps,
-    setting,
-)
+from extensions.objectives import ROWS, Evaluation, Row, evaluate, gae_over_tokens, loss_to_backpropagate, make_batch
+from extensions.tiny_lm.model import Decoder, Sequences, join
+from extensions.tiny_lm.stage import Answers, Diagnostics, Scored, Stage, TinySettings
+from extensions.tiny_lm.task import PROMPT_LENGTH, RESPONSE_LENGTH, VERIFIERS, correct_responses, draw_prompts
+from rl_lab import Adam, clip_fraction, clipped_policy_loss, dpo_loss, groups_without_spread, importance_ratio
 from token_objectives import mean_over_tokens
-# ------------------------------------------------------------------------------------------ settings
-
-
-@dataclasses.dataclass(frozen=True)
-class TinySettings(Settings):
-    """Every number of the six trainings. Defaults are the reference run."""
-
-    seed: int = setting(7, Range(int, 0, 2**63 - 2), "seed of every random draw", "run")
-    steps: int = setting(
-        0,
-        Range(int, 0, 100_000),
-        "training rounds; 0: the algorithm's own (sft 55, ppo and grpo 120, online-dpo and rloo 150, dpo 200), half as many "
-        "with a verifier that forgets something. The supervised start before them keeps its 55",
-        "run",
-    )
-    evaluate_every: int = setting(20, Range(int, 1, 100_000), "rounds between two rows of the CSV", "run")
-    evaluation_prompts: int = setting(1000, Range(int, 2, 20_000), "held-out prompts that accuracy is measured on", "run")
-    learning_rate: float = setting(
-        0.0,
-        Range(float, 0, 100),
-        "Adam learning rate at the start; 0: the algorithm's own (sft 3e-3, ppo and rloo 1.5e-3, others 1e-3)",
-        "update",
-    )
-    max_gradient_norm: float = setting(1.0, Range(float, 0, 1e6, above=True), "gradient norm is clipped to this", "update")
-    clip_epsilon: float = setting(0.2, Range(float, 0, 1, above=True), "PPO: half width of the ratio band", "update")
-    passes: int = setting(2, Range(int, 1, 100), "PPO, GRPO: updates on one batch of answers", "update")
-    kl: float = setting(0.005, Range(float, 0, 1e6), "PPO, GRPO, RLOO: weight of the KL to the reference", "update")
-    demonstrations: int = setting(64, Range(int, 1, 100_000), "right answers that the supervised start learns from", "SFT")
-    ppo_prompts: int = setting(64, Range(int, 1, 4096), "prompts per round, one answer each", "PPO")
-    gae_lambda: float = setting(0.95, Range(float, 0, 1), "lambda of GAE over the response tokens (gamma is 1)", "PPO")
-    critic_rounds: int = setting(10, Range(int, 0, 100_000), "first rounds in which only the critic learns", "PPO")
-    dpo_beta: float = setting(0.2, Range(float, 0, 1e6, above=True), "scale of the preference margin", "DPO")
-    dpo_prompts: int = setting(4096, Range(int, 1, 100_000), "prompts that offline pairs are sampled for", "DPO")
-    dpo_batch: int = setting(64, Range(int, 1, 4096), "offline pairs per update", "DPO")
-    online_prompts: int = setting(32, Range(int, 1, 4096), "online DPO: prompts per round, a group of answers each", "DPO")
-    group_size: int = setting(8, Range(int, 2, 4096), "answers per prompt: GRPO, RLOO, both kinds of DPO", "groups")
-    group_prompts: int = setting(16, Range(int, 1, 4096), "GRPO, RLOO: prompts per round", "groups")
-    public_tests: int = setting(16, Range(int, 1, 100_000), "--verifier public-tests: prompts with a reward", "groups")
-
-
-# ------------------------------------------------------------------------------------------ what a training is given
-
-
-class Mistake(NamedTuple):
-    """A well-known bug that can be switched on."""
-
-    algorithms: tuple[str, ...]  # where it makes a difference
-    what: str
-    watch: str
-
-
-SAMPLING = ("ppo", "online-dpo", "grpo", "rloo")
-MISTAKES = {
-    "pad-mask": Mistake(
-        ("sft", "dpo", *SAMPLING),
-        "the loss counts `ids != PAD`; EOS shares PAD's id, so stopping is never trained",
-        "truncated_fraction (0.96 in sft); sampled_accuracy of dpo (0.81-0.97, not 0.99); elsewhere the start hides it",
-    ),
-    "ignore-left-padding": Mistake(
-        ("sft", "dpo", *SAMPLING),
-        "the training pass reads the padding and counts positions from it; generation does not",
-        "first_pass_ratio_error (0.1 in the first row, not 1e-7); sampled_accuracy of sft and dpo (0.12 and 0.02-0.16 lost)",
-    ),
-    "recompute-old": Mistake(
-        ("ppo", "grpo"),
-        "old log-probabilities are taken anew in every pass: every ratio is 1 and nothing is clipped",
-        "clip_fraction (exactly 0); two passes are too few to cost accuracy here",
-    ),
-    "sample-cold": Mistake(
-        SAMPLING,
-        "answers are sampled at temperature 0.5, the loss takes them for samples at temperature 1",
-        "batch_reward, far above sampled_accuracy, which ends at 0.75-0.84; no ratio shows it",
-    ),
-    "dropout": Mistake(
-        ("dpo", *SAMPLING),
-        "dropout 0.1 stays on, so that scoring an answer twice gives two numbers",
-        "first_pass_ratio_error (0.1 in the first row, not 1e-7); loss of dpo with --steps 1, above log 2",
-    ),
-}
-
-
-class Scored(NamedTuple):
-    """A forward pass over sequences, aligned to the response."""
-
-    logits: Tensor  # [N, R, V] that predicted each response token
-    logps: Tensor  # [N, R], 0 where not counted
-    counted: Tensor  # [N, R] bool
-
-
-class Answers(NamedTuple):
-    """Sampled answers with everything that stays fixed while they are reused."""
-
-    sequences: Sequences
-    old_logps: Tensor  # [N, R] cached when the tokens were sampled
-    rewards: Tensor  # [N]
-    group_ids: Tensor  # [N] equal for answers to one prompt
-
-
-@dataclasses.dataclass
-class Stage:
-    """One training: the policy that moves, the reference that does not, and where prompts and rewards come from."""
-
-    algorithm: str
-    settings: TinySettings
-    policy: Decoder
-    reference: Decoder
-    generator: torch.Generator
-    verifier: str
-    public: Prompts | None  # the only prompts with a reward, or None
-    row: Row | None  # GRPO, RLOO: the objective
-    mistake: str | None
-    counts: dict[str, int]
-
-    def __post_init__(self) -> None:
-        if self.mistake == "dropout":
-            self.policy.dropout = 0.1
-            self.policy.train()
-
-    def rounds(self, *optimizers: Adam) -> Iterator[int]:
-        """The rounds 1..steps; the learning rate falls linearly to the method's share of its start."""
-        steps, final = self.settings.steps, METHODS[self.algorithm].final_rate
-        for step in range(1, steps + 1):
-            for optimizer in optimizers:
-                optimizer.lr = self.settings.learning_rate * (1 - (1 - final) * (step - 1) / steps)
-            yield step
-
-    def update(self, loss: Tensor, optimizer: Adam, step: int) -> float:
-        """One optimizer step; returns the gradient norm before clipping."""
-        self.counts["optimizer_steps"] += 1
-        return descend(loss, optimizer, self.settings.max_gradient_norm, f"{self.algorithm}, round {step}")
-
-    def draw(self, count: int) -> Prompts:
-        """Training prompts: fresh ones, or from the public ones with replacement."""
-        if self.public is None:
-            return draw_prompts(count, self.generator, held_out=False)
-        return self.public.take(torch.randint(len(self.public.ids), (count,), generator=self.generator))
-
-    def answer(self, count: int, group_size: int) -> Answers:
-        """Draw prompts and let the current policy answer each `group_size` times."""
-        prompts = self.draw(count).repeat(group_size)
-        temperature = 0.5 if self.mistake == "sample-cold" else 1.0
-        parts = [prompts.take(slice(first, first + 1024)) for first in range(0, len(prompts.ids), 1024)]  # bounds the memory
-        generated = [generate(self.policy, part, self.generator, temperature) for part in parts]
-        responses, old_logps = (torch.cat(column) for column in zip(*generated))
-        self.counts["samples"] += len(responses)
-        self.counts["tokens"] += int(written(responses).sum())
-        group_ids = torch.arange(count).repeat_interleave(group_size)
-        return Answers(join(prompts, responses), old_logps, rewards(self.verifier, prompts, responses), group_ids)
-
-    def greedy_rewards(self, answers: Answers) -> Tensor:
-        """What the policy's likeliest answer to each row's prompt earns: ReMax's baseline. -> [N]."""
-        prompts = Prompts(*(column[:, :PROMPT_LENGTH] for column in answers.sequences[:2]))
-        return rewards(self.verifier, prompts, generate(self.policy, prompts, None)[0])
-
-    def score(self, model: Decoder, sequences: Sequences) -> Scored:
-        """The training pass: log-probability of every token that the policy wrote. Gradient: to the model."""
-        attention_mask, response_mask = self.masks(sequences)
-        logits = model(sequences.input_ids, attention_mask)
-        logps, counted = response_token_logps(logits, sequences.input_ids, response_mask)
-        first = PROMPT_LENGTH - 1  # the separator's position predicts the first response token
-        return Scored(logits[:, first:-1], logps[:, first:], counted[:, first:])
-
-    def masks(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """What the training pass reads and what it counts."""
-        attention_mask, response_mask = sequences.attention_mask, sequences.response_mask
-        if self.mistake == "ignore-left-padding":
-            attention_mask = torch.ones_like(attention_mask)
-        if self.mistake == "pad-mask":
-            without_eos = response_mask & (sequences.input_ids != PAD)
-            # An answer that is nothing but EOS would be left without a token, which the atoms refuse.
-            response_mask = torch.where(without_eos.any(dim=1, keepdim=True), without_eos, response_mask)
-        return attention_mask, response_mask
-
-
-Diagnostics = dict[str, float]
-
 
 # ------------------------------------------------------------------------------------------ supervised start
 
@@ -234,7 +37,7 @@ def supervised(stage: Stage) -> Iterator[Diagnostics]:
 def token_advantages(
     settings: TinySettings, answers: Answers, reference: Scored, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """PPO for language models, by the row `ppo` of extensions/objectives with a KL in the reward -> advantages, returns [N, R].
+    """PPO for language models, by the row `ppo` of objectives with a KL in the reward -> advantages, returns [N, R].
 
     Reward: -kl * (old_logp - ref_logp) at each token, the k1 estimate of KL(old || reference), and the answer's at its last
     one. GAE over the tokens, gamma 1; the last token ends the episode. values [N, R]: values[:, t] is the critic's estimate
@@ -304,11 +107,49 @@ def ratio_error(logps: Tensor, old_logps: Tensor, counted: Tensor) -> float:
 # ------------------------------------------------------------------------------------------ GRPO, RLOO, any row
 
 
+GIVEN = (
+    "old_logps", "ref_logps", "logits", "ref_logits", "rewards", "group_ids", "rewards_per_func", "reward_weights", "budget",
+    "reward_baselines", "entropies", "sampler_logps",
+)  # fmt: skip
+"""What the loop of group_policy_gradient can give to a row."""
+
+
+def row_loss(
+    stage: Stage, answers: Answers, scored: Scored, old_logps: Tensor, reference: Scored | None, greedy: Tensor | None
+) -> tuple[Evaluation, Tensor]:
+    """The stage's row on a batch of answers, and its loss with the gradient in closed form at each log-probability.
+
+    The tokens were drawn by the policy that old_logps belong to, unless a mistake took these anew.
+    """
+    entropies = None
+    if "entropies" in stage.row.needs:
+        logps = scored.logits.log_softmax(dim=-1)
+        entropies = torch.where(scored.counted, -(logps.exp() * logps).sum(dim=-1), 0.0)
+    batch = make_batch(
+        logps=scored.logps.detach(),
+        old_logps=old_logps,
+        sampler_logps=answers.old_logps,
+        ref_logps=None if reference is None else reference.logps,
+        mask=scored.counted,
+        rewards=answers.rewards,
+        rewards_per_func=answers.rewards.unsqueeze(1),
+        reward_weights=torch.ones(1),  # the verifier is the only reward function
+        reward_baselines=greedy,
+        group_ids=answers.group_ids,
+        logits=scored.logits.detach(),
+        ref_logits=None if reference is None else reference.logits,
+        entropies=entropies,
+        budget=RESPONSE_LENGTH,
+    )
+    result = evaluate(stage.row, batch)
+    return result, loss_to_backpropagate(result, scored.logps, logits=scored.logits, entropies=entropies)
+
+
 def group_policy_gradient(stage: Stage) -> Iterator[Diagnostics]:
-    """GRPO's loop with the stage's row of extensions/objectives: groups of answers, one advantage each, several passes (RLOO: one).
+    """GRPO's loop with the stage's row of extensions/objectives: groups of answers, one advantage each, several passes.
 
     The row says what the loss is and hands back its gradient in closed form with respect to each log-probability; the
-    transformer's backward pass takes it from there.
+    transformer's backward pass takes it from there. RLOO makes one pass.
     """
     settings, row = stage.settings, stage.row
     passes = 1 if stage.algorithm == "rloo" else settings.passes
@@ -331,24 +172,7 @@ def group_policy_gradient(stage: Stage) -> Iterator[Diagnostics]:
             old_logps = scored.logps.detach() if stage.mistake == "recompute-old" else answers.old_logps
             if number == 0:
                 report["first_pass_ratio_error"] = ratio_error(scored.logps, old_logps, scored.counted)
-            result = evaluate(
-                row,
-                make_batch(
-                    logps=scored.logps.detach(),
-                    old_logps=old_logps,
-                    ref_logps=None if reference is None else reference.logps,
-                    mask=scored.counted,
-                    rewards=answers.rewards,
-                    rewards_per_func=answers.rewards.unsqueeze(1),
-                    reward_weights=torch.ones(1),  # the verifier is the only reward function
-                    reward_baselines=greedy_rewards,
-                    group_ids=answers.group_ids,
-                    logits=scored.logits.detach(),
-                    ref_logits=None if reference is None else reference.logits,
-                    budget=RESPONSE_LENGTH,
-                ),
-            )
-            loss = loss_to_backpropagate(result, scored.logps, logits=scored.logits)
+            result, loss = row_loss(stage, answers, scored, old_logps, reference, greedy_rewards)
             if row.ratio != "none":
                 report["clip_fraction"] = result.ratio_outside_fraction
             report["gradient_norm"] = stage.update(loss, optimizer, step)
@@ -476,8 +300,8 @@ EVALUATION_COLUMNS = (
 COST_COLUMNS = ("optimizer_steps", "samples", "tokens", "seconds")
 
 
-TRAINABLE_ROWS = tuple(name for name, row in ROWS.items() if not {"values", "vpreds", "advantages"} & set(row.needs))
-"""The rows of extensions/objectives that need no critic."""
+TRAINABLE_ROWS = tuple(name for name, row in ROWS.items() if set(row.needs) <= set(GIVEN))
+"""The rows of extensions/objectives that need no critic and no array that this loop has not."""
 
 
 def own_steps(algorithm: str, verifier: str) -> int:

@@ -15,7 +15,8 @@ import torch
 import rl_lab
 from extensions import tiny_lm
 from extensions.objectives import ROWS, evaluate, loss_to_backpropagate, make_batch
-from extensions.tiny_lm import METHODS, TRAINABLE_ROWS, Stage, TinySettings, methods, train
+from extensions.tiny_lm import METHODS, TRAINABLE_ROWS, Stage, TinySettings, train
+from extensions.tiny_lm import stage as stage_module
 from extensions.tiny_lm.fixtures import SEEDS, SMALL, random_policy, rounds_of, seeded, stage_of, start_and_rise, supervised
 from extensions.tiny_lm.model import generate, join
 from extensions.tiny_lm.task import PROMPT_LENGTH, RESPONSE_LENGTH, Prompts, draw_prompts, is_held_out, rewards, written
@@ -279,7 +280,7 @@ class Training(unittest.TestCase):
 
     def test_a_filter_that_leaves_no_group_skips_the_round(self):
         always_right = dict(verifier="public-tests", objective="dapo", public_tests=1)
-        with mock.patch.object(methods, "rewards", lambda verifier, prompts, responses: torch.ones(len(responses))):
+        with mock.patch.object(stage_module, "rewards", lambda verifier, prompts, responses: torch.ones(len(responses))):
             run = train("grpo", supervised(7).policy, **always_right, **SMALL, steps=2)
         self.assertEqual(run.history[-1]["optimizer_steps"], 0)
 

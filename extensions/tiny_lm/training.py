@@ -13,17 +13,8 @@ import torch
 
 from extensions.objectives import Row
 from extensions.tiny_lm.measure import measure, sample_records
-from extensions.tiny_lm.methods import (
-    METHODS,
-    MISTAKES,
-    TRAINABLE_ROWS,
-    Diagnostics,
-    Stage,
-    TinySettings,
-    columns_of,
-    objective_row,
-    own_steps,
-)
+from extensions.tiny_lm.methods import METHODS, TRAINABLE_ROWS, columns_of, objective_row, own_steps
+from extensions.tiny_lm.stage import MISTAKES, Diagnostics, Stage, TinySettings
 from extensions.tiny_lm.model import Decoder
 from extensions.tiny_lm.task import VERIFIERS, VOCABULARY, draw_prompts
 from rl_lab import OnStep
@@ -57,16 +48,61 @@ def train(
     The history has a row before training, one every `evaluate_every` rounds and one at the end. EVALUATION_COLUMNS are
     measured after the row's update; loss, gradient norm and the method's own columns are averages over the rounds since the
     row before (each round reports its last pass) and NaN where there is nothing to average; counts are cumulative; `seconds`
-    is the only column that differs between equal runs.
+    is the only entry that differs between equal runs; it goes into the JSON, not into the CSV.
 
     settings: fields of TinySettings. Global random state, default dtype and thread count stay as they were.
     Raises ValueError for unknown names, settings out of range, a mistake without effect on this algorithm, or a DPO without
     pairs; FloatingPointError when a loss or gradient is not finite.
     """
     check_names(algorithm, verifier, objective, mistake)
-    kl = settings.get("kl", None if objective else TinySettings.kl)
-    row = objective_row(algorithm, objective, kl)
-    settings = TinySettings(**settings)
+    stage = prepared(algorithm, start, verifier, objective, mistake, settings)
+    held_out = draw_prompts(
+        stage.settings.evaluation_prompts, torch.Generator().manual_seed(stage.settings.seed + 1), held_out=True
+    )
+    history: list[Diagnostics] = []
+    began = time.perf_counter()
+
+    def record(step: int, old: Decoder, reports: list[Diagnostics]) -> None:
+        averages = {}
+        for name in ("loss", "gradient_norm", *METHODS[algorithm].own_columns):
+            reported = [report[name] for report in reports if name in report]
+            averages[name] = statistics.fmean(reported) if reported else math.nan
+        seconds = round(time.perf_counter() - began, 3)
+        measured = measure(stage.policy, old, stage.reference, stage, held_out)
+        row = {"step": step, **measured, **averages, **stage.counts, "seconds": seconds}
+        history.append({name: row[name] for name in columns_of(algorithm)})
+        if on_step:
+            on_step(history[-1])
+
+    old = copy.deepcopy(stage.policy)
+    record(0, old, [])
+    samples = sample_records(stage.policy, stage, held_out, "before")
+    reports = []
+    # Dropout, when a mistake switches it on, can only draw from the global generator: it is lent and given back.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(stage.settings.seed)
+        for step, report in enumerate(METHODS[algorithm].run(stage), start=1):
+            reports.append(report)
+            if step % stage.settings.evaluate_every == 0 or step == stage.settings.steps:
+                record(step, old, reports)
+                reports = []
+            old.load_state_dict(stage.policy.state_dict())
+    samples += sample_records(stage.policy, stage, held_out, "after")
+    models = stage.policy, stage.reference
+    return TrainingRun(algorithm, verifier, mistake, stage.settings, stage.row, history, samples, *models)
+
+
+def prepared(
+    algorithm: str,
+    start: Decoder | None,
+    verifier: str,
+    objective: str | None,
+    mistake: str | None,
+    changes: dict[str, float],
+) -> Stage:
+    """Settings with the algorithm's own numbers filled in, the two models, the generator and the verifier's prompts."""
+    row = objective_row(algorithm, objective, changes.get("kl", None if objective else TinySettings.kl))
+    settings = TinySettings(**changes)
     method = METHODS[algorithm]
     settings = dataclasses.replace(
         settings,
@@ -80,41 +116,11 @@ def train(
     reference = copy.deepcopy(start) if start is not None else Decoder(VOCABULARY, generator)
     reference.requires_grad_(False).eval()
     policy = copy.deepcopy(reference).requires_grad_(True)
-    held_out = draw_prompts(settings.evaluation_prompts, torch.Generator().manual_seed(settings.seed + 1), held_out=True)
     public = draw_prompts(settings.public_tests, generator, held_out=False) if verifier == "public-tests" else None
     counts = dict.fromkeys(("optimizer_steps", "samples", "tokens", "pair_presentations"), 0)
-    stage = Stage(algorithm, settings, policy, reference, generator, verifier, public, row, mistake, counts)
-
-    history: list[Diagnostics] = []
-    began = time.perf_counter()
-
-    def record(step: int, old: Decoder, reports: list[Diagnostics]) -> None:
-        averages = {}
-        for name in ("loss", "gradient_norm", *method.own_columns):
-            reported = [report[name] for report in reports if name in report]
-            averages[name] = statistics.fmean(reported) if reported else math.nan
-        seconds = round(time.perf_counter() - began, 3)
-        measured = measure(policy, old, reference, stage, held_out)
-        row = {"step": step, **measured, **averages, **counts, "seconds": seconds}
-        history.append({name: row[name] for name in columns_of(algorithm)})
-        if on_step:
-            on_step(history[-1])
-
-    old = copy.deepcopy(policy)
-    record(0, old, [])
-    samples = sample_records(policy, stage, held_out, "before")
-    reports = []
-    # Dropout, when a mistake switches it on, can only draw from the global generator: it is lent and given back.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(settings.seed)
-        for step, report in enumerate(method.run(stage), start=1):
-            reports.append(report)
-            if step % settings.evaluate_every == 0 or step == settings.steps:
-                record(step, old, reports)
-                reports = []
-            old.load_state_dict(policy.state_dict())
-    samples += sample_records(policy, stage, held_out, "after")
-    return TrainingRun(algorithm, verifier, mistake, settings, row, history, samples, policy, reference)
+    return Stage(
+        algorithm, settings, policy, reference, generator, verifier, public, row, mistake, counts, method.final_rate
+    )
 
 
 def check_names(algorithm: str, verifier: str, objective: str | None, mistake: str | None) -> None:

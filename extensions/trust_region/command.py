@@ -97,7 +97,14 @@ def trainings_table(runs: Sequence[TrainingRun]) -> str:
             run.method, f"{value:.4f}", f"{max(drift):.6f}", f"{above} of {len(drift)}",
             str(sum(row["shrinks"] for row in run.history)), str(run.history[-1]["sampled_actions"]),
         ])  # fmt: skip
-    header = ["method", TASKS[runs[0].task].column.replace("_", " "), "largest KL(old || new)", "above delta", "shrinks", "samples"]
+    header = [
+        "method",
+        TASKS[runs[0].task].column.replace("_", " "),
+        "largest KL(old || new)",
+        "above delta",
+        "shrinks",
+        "samples",
+    ]
     return format_table(header, rows)
 
 
@@ -133,7 +140,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             progress = progress_line(method, settings["steps"], column)
             runs.append(train(method, arguments.task, on_step=progress, **settings))
         print(f"\nTrained on the {arguments.task}, {settings['steps']} iterations:\n\n{trainings_table(runs)}")
-        print("\nOnly the trust region promises its delta; the penalty corrects itself after the fact; the clip does not know delta.")
+        print(
+            "\nOnly the trust region promises its delta; the penalty corrects itself after the fact; the clip does not know delta."
+        )
     if arguments.json:
         replace_files({arguments.json: json_text(as_json(steps, runs, delta))})
         print(f"wrote {arguments.json}")

@@ -108,7 +108,9 @@ def trust_region_step(
     Source: arXiv 1502.05477, appendix C; defaults of the line search as Spinning Up (.8, ten tries).
     """
     if not (delta > 0 and damping >= 0 and 0 < shrink < 1):
-        raise ValueError(f"delta {delta}, damping {damping}, shrink {shrink}: wanted delta > 0, damping >= 0, 0 < shrink < 1")
+        raise ValueError(
+            f"delta {delta}, damping {damping}, shrink {shrink}: wanted delta > 0, damping >= 0, 0 < shrink < 1"
+        )
     before = surrogate()
     gradient = list(torch.autograd.grad(before, parameters))
     kl = mean_kl()

@@ -90,7 +90,9 @@ class Step(NumberCase):
         p = f64([0.5, 0.3, 0.2]).log()
         for surrogate in (lambda x: (x.softmax(-1)).sum(), lambda x: -(x - p).abs().sum() + 0.0 * x.sum()):
             parameter = p.clone().requires_grad_()
-            step = trust_region_step(lambda: surrogate(parameter), lambda: kl_old_current(p, parameter), [parameter], tries=3)
+            step = trust_region_step(
+                lambda: surrogate(parameter), lambda: kl_old_current(p, parameter), [parameter], tries=3
+            )
             self.assertFalse(step.moved)
             self.assertClose(parameter.detach(), p, atol=0)
         for wrong in ({"delta": 0.0}, {"damping": -1.0}, {"shrink": 1.0}):

@@ -6,6 +6,7 @@ import numpy as np
 
 from extensions.audit.catalogue import Finding, finding
 from extensions.audit.read.recording import Recording
+from extensions.audit.tolerance import NOTHING
 
 
 # ------------------------------------------------------------------------------------------ not a mistake
@@ -26,7 +27,7 @@ def not_mistakes(recording: Recording, result, has_gradient: bool) -> list[Findi
         # Without a recorded gradient: what the first match would send back.
         norm = float(np.abs(A).max())
         size = f"No gradient recorded; advantages reach {norm:.4g}"
-    if norm > 1e-9:
+    if norm > NOTHING:
         return [finding("loss_zero_healthy", "note", f"{size}; advantages sum to {float(np.sum(A)):.2g}.", advice="")]
     if not np.abs(A).max() > 0:
         return [

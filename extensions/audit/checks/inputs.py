@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from extensions.audit.catalogue import Finding, finding
+from extensions.audit.checks.advice import unread_words
 from extensions.audit.read.recording import Recording
 from extensions.audit.search.level import in_level_group
 from extensions.audit.read.masks import last_counted
+from extensions.audit.tolerance import LOG_PROBABILITY, RATIO
 
 
 # ------------------------------------------------------------------------------------------ the batch in words
@@ -90,7 +92,7 @@ def describe_batch(recording: Recording, counts: dict, words: list[str]) -> None
             "read as: " + ", ".join(f"{name} = {canonical}" for name, canonical in sorted(recording.renamed.items()))
         )
     if recording.unread:
-        words.append(f"not read: {', '.join(sorted(map(str, recording.unread))[:12])}")
+        words.append(unread_words(recording))
 
 
 def _contiguous(ids: np.ndarray) -> bool:
@@ -160,14 +162,27 @@ def _positive_logps(recording: Recording) -> list[Finding]:
         if value is None or value.ndim != 2:
             continue
         with np.errstate(all="ignore"):
-            above = value > 1e-4
+            above = value > LOG_PROBABILITY
         if above.any():
             names.append(name)
             rows |= set(np.flatnonzero(above.any(1)).tolist())
             largest = max(largest, float(value[above].max()))
-    if names:
+    if names and _may_be_densities(recording):
+        out.append(finding("log_density_above_0", "note", f"{', '.join(names)} up to {largest:.4g}.", sorted(rows)))
+    elif names:
         out.append(finding("positive_logps", "mistake", f"{', '.join(names)} up to {largest:.4g}.", sorted(rows)))
     return out
+
+
+_OF_LANGUAGE = ("completion_ids", "input_ids", "group_ids", "logits", "chosen_logps", "prompt_lengths", "eos_id", "pad_id")
+_OF_ENVIRONMENT = ("terminated", "truncated", "boundary", "episode_starts", "last_values", "next_values", "env_rewards")
+
+
+def _may_be_densities(recording: Recording) -> bool:
+    """Samples of an environment, whose actions may be real numbers: one per row, or beside the flags of episodes."""
+    if any(name in recording for name in _OF_LANGUAGE):
+        return False
+    return recording.arrays["logps"].shape[1] == 1 or any(name in recording for name in _OF_ENVIRONMENT)
 
 
 def _mask_shape(recording: Recording) -> list[Finding]:
@@ -268,8 +283,8 @@ def _ratios(recording: Recording) -> list[Finding]:
     if not np.isfinite(gap).all():
         return []
     out = []
-    if step == 0 and np.abs(gap).max(initial=0) > 1e-3:
-        share = 100 * (np.abs(gap) > 1e-3).mean()
+    if step == 0 and np.abs(gap).max(initial=0) > RATIO:
+        share = 100 * (np.abs(gap) > RATIO).mean()
         text = f"Ratios {np.exp(gap.min()):.6g} to {np.exp(gap.max()):.6g}, {share:.0f} % of the tokens off 1."
         for name, neutral in (("temperature", 1), ("top_k", 0)):
             if recording.number(name, neutral) not in (neutral, 0):
@@ -279,7 +294,7 @@ def _ratios(recording: Recording) -> list[Finding]:
                 "first_pass_ratio_not_one",
                 "warning",
                 text,
-                np.flatnonzero((np.abs(np.where(mask, new - old, 0)) > 1e-3).any(1)),
+                np.flatnonzero((np.abs(np.where(mask, new - old, 0)) > RATIO).any(1)),
             )
         )
     if step >= 1 and not np.abs(gap).any():

@@ -9,6 +9,7 @@ import rl_lab
 from extensions.audit.catalogue import Finding, finding
 from extensions.audit.read.recording import Recording
 from extensions.audit.read.masks import mask_edits
+from extensions.audit.tolerance import LOGGED, METRIC, NOTHING, SUM_OVER_ANSWER
 
 
 # ------------------------------------------------------------------------------------------ reported metrics
@@ -28,9 +29,9 @@ def _near(reported, computed, eps: float) -> bool:
     return bool(
         (
             np.abs(reported - computed)
-            <= max(3e-6, 2 * eps) * max(1.0, float(np.abs(computed).max()) if computed.size else 1)
+            <= max(METRIC, 2 * eps) * max(1.0, float(np.abs(computed).max()) if computed.size else 1)
         ).all()
-    ) and (computed.size > 1 or abs(float(reported) - float(computed)) <= max(2e-5, 4 * eps) * abs(float(computed)) + 1e-9)
+    ) and (computed.size > 1 or abs(float(reported) - float(computed)) <= max(SUM_OVER_ANSWER, 4 * eps) * abs(float(computed)) + NOTHING)
 
 
 def _kl_metric(recording: Recording, lines: list[str]) -> list[Finding]:
@@ -44,6 +45,35 @@ def _kl_metric(recording: Recording, lines: list[str]) -> list[Finding]:
 
 
 def _kl_named(recording, lines, a, mask, array, number) -> list[Finding]:
+    """Which estimator, between which policies, averaged how, gives the reported KL; and its sign on a small sample."""
+    matched = _kl_matches(_kl_candidates(a, mask), recording, mask, array, number)
+    out = []
+    right = [m for m in matched if m[1] is None]
+    if right:
+        name, _, how, slope = right[0]
+        text = f"kl: {name}, {how}"
+        g = a.get("dkl_dlogps")
+        if g is not None and slope is not None:
+            d = np.where(mask, a["logps"] - a["ref_logps"], 0.0) if "ref_logps" in a else None
+            if _near(np.where(mask, g, 0), np.where(mask, slope, 0), recording.eps):
+                text += ", with its own gradient"
+            elif d is not None and _near(np.where(mask, g, 0), d, recording.eps):
+                text += ", with the gradient of k2"
+            else:
+                text += "; its gradient is another one"
+        others = list(dict.fromkeys(f"{m[0]}, {m[2]}" for m in right[1:]))[:3]
+        lines.append(text + (f"; or {'; or '.join(others)}" if others else ""))
+    elif matched:
+        for name, mistake, how, _ in {m[1]: m for m in matched}.values():
+            lines.append(f"kl: {name}, {how}")
+            out.append(finding(mistake, "mistake", f"The reported kl is {name}, {how}."))
+    elif number is not None or array is not None:
+        lines.append("kl: none of the estimators gives it")
+    return out + _negative_k1(a, mask, number)
+
+
+def _kl_candidates(a: dict, mask: np.ndarray) -> list[tuple[str, str | None, np.ndarray, np.ndarray | None]]:
+    """Words, the mistake in it, value per token, slope per token: every estimator between every two recorded policies."""
     candidates: list[tuple[str, str | None, np.ndarray, np.ndarray | None]] = []
     if "logits" in a and "ref_logits" in a:
         p, q = (torch.as_tensor(a[n]).double() for n in ("logits", "ref_logits"))
@@ -81,6 +111,11 @@ def _kl_named(recording, lines, a, mask, array, number) -> list[Finding]:
                 ("k3 with the policies exchanged", "kl_direction", np.exp(d) - d - 1, np.exp(d) - 1),
                 ("k3 with the ratio in place of the log-ratio", "kl_ratio_for_log_ratio", np.exp(R) - R - 1, None),
             ]
+    return candidates
+
+
+def _kl_matches(candidates, recording: Recording, mask: np.ndarray, array, number) -> list[tuple]:
+    """(words, mistake, how it was averaged, slope) of the candidates that give the reported KL."""
     matched = []
     for name, mistake, value, slope in candidates:
         value = np.where(mask, value, 0.0)
@@ -102,32 +137,15 @@ def _kl_named(recording, lines, a, mask, array, number) -> list[Finding]:
         for how, reported, computed in shapes:
             if (
                 _near(reported, computed, recording.eps)
-                and float(np.abs(computed).max() if np.ndim(computed) else abs(computed)) > 1e-9
+                and float(np.abs(computed).max() if np.ndim(computed) else abs(computed)) > NOTHING
             ):
                 matched.append((name, mistake, how, slope))
+    return matched
+
+
+def _negative_k1(a: dict, mask: np.ndarray, number) -> list[Finding]:
+    """The sign of k1 on a small sample."""
     out = []
-    right = [m for m in matched if m[1] is None]
-    if right:
-        name, _, how, slope = right[0]
-        text = f"kl: {name}, {how}"
-        g = a.get("dkl_dlogps")
-        if g is not None and slope is not None:
-            d = np.where(mask, a["logps"] - a["ref_logps"], 0.0) if "ref_logps" in a else None
-            if _near(np.where(mask, g, 0), np.where(mask, slope, 0), recording.eps):
-                text += ", with its own gradient"
-            elif d is not None and _near(np.where(mask, g, 0), d, recording.eps):
-                text += ", with the gradient of k2"
-            else:
-                text += "; its gradient is another one"
-        others = list(dict.fromkeys(f"{m[0]}, {m[2]}" for m in right[1:]))[:3]
-        lines.append(text + (f"; or {'; or '.join(others)}" if others else ""))
-    elif matched:
-        for name, mistake, how, _ in {m[1]: m for m in matched}.values():
-            lines.append(f"kl: {name}, {how}")
-            out.append(finding(mistake, "mistake", f"The reported kl is {name}, {how}."))
-    elif number is not None or array is not None:
-        lines.append("kl: none of the estimators gives it")
-    # The sign of k1 on a small sample.
     base = a.get("ref_logps", a.get("old_logps"))
     if "logps" in a and base is not None and base.shape == mask.shape:
         d = (a["old_logps"] - a["logps"] if "ref_logps" not in a else a["logps"] - base)[mask]
@@ -155,11 +173,11 @@ def _shaped_rewards(recording: Recording, lines: list[str]) -> list[Finding]:
     if not (np.isfinite(k1).all() and np.isfinite(taken).all()) or not (k1 != 0).any():
         return []
     coef = float(k1 @ taken / (k1 @ k1))
-    if np.abs(taken - coef * k1).max() > 1e-5 * max(1.0, float(np.abs(taken).max())):
+    if np.abs(taken - coef * k1).max() > LOGGED * max(1.0, float(np.abs(taken).max())):
         lines.append("token_level_rewards: not the scores less a multiple of the KL (k1)")
         return []
     lines.append(f"token_level_rewards: scores less {coef:.4g} times k1 of the policy that sampled")
-    if coef < -1e-9:
+    if coef < -NOTHING:
         return [finding("kl_sign", "mistake", f"token_level_rewards add {-coef:.4g} times k1 to the scores.")]
     return []
 
@@ -181,7 +199,7 @@ def _clip_metric(recording: Recording, lines: list[str]) -> list[Finding]:
     }
     for name, chosen in definitions.items():
         for how, value in (("of the counted tokens", chosen.sum() / mask.sum()), ("of all slots", chosen.sum() / mask.size)):
-            if abs(reported - value) < 1e-5:
+            if abs(reported - value) < LOGGED:
                 lines.append(f"clip fraction: {name}, share {how}")
                 if name.startswith("ratio outside") or name.startswith("clipped branch"):
                     return []
@@ -204,7 +222,7 @@ def _sequence_sums(recording: Recording, lines: list[str]) -> list[Finding]:
     def sums(chosen: np.ndarray) -> np.ndarray:
         return np.where(chosen, np.where(np.isfinite(a["logps"]), a["logps"], 0.0), 0.0).sum(1)
 
-    tolerance = 2e-5 * max(1.0, float(np.abs(reported).max()))
+    tolerance = SUM_OVER_ANSWER * max(1.0, float(np.abs(reported).max()))
     if np.abs(sums(mask) - reported).max() <= tolerance:
         lines.append("log-probability of an answer: sum over its counted tokens")
         return []
@@ -244,11 +262,17 @@ def _entropy_metric(recording: Recording, lines: list[str]) -> list[Finding]:
     for words, entropy in (("the entropies", entropies), ("-logps", estimate)):
         if entropy is None or not np.isfinite(entropy) or entropy == 0:
             continue
-        if abs(reported + entropy) <= 1e-5 * abs(entropy):
+        if abs(reported + entropy) <= LOGGED * abs(entropy):
             lines.append(f"entropy loss: minus the mean of {words}")
             return []
-        if abs(reported - entropy) <= 1e-5 * abs(entropy):
-            return [
-                finding("entropy_sign", "mistake", f"The reported entropy loss {reported:.6g} is plus the mean of {words}.")
-            ]
+        if abs(reported - entropy) <= LOGGED * abs(entropy):
+            lines.append(f"entropy loss: plus the mean of {words}")
+            pushed = recording.get("dloss_dentropies")
+            evidence = f"The log named an entropy loss, {reported:.6g}, is plus the mean of {words}"
+            if pushed is not None and np.isfinite(pushed).all() and pushed[mask].sum() > 0:
+                return [finding("entropy_sign", "mistake", f"{evidence}, and the loss rises with it.")]
+            if pushed is not None:
+                return []  # the gradient says that the loss falls with the entropy: only the log's name is unlucky
+            evidence += ": right if the loss subtracts it, as many trainers do."
+            return [finding("entropy_sign", "warning", evidence, advice="record dloss_dentropies, which decides it")]
     return []

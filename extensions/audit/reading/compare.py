@@ -27,7 +27,10 @@ def named(reading: Reading) -> list[Named]:
     """Mistakes in the factors that were read. Nothing is said of a reading that leaves many tokens open."""
     if reading.gate is None or not _is_close(reading):
         return []
-    found = [*_mask(reading), *_sign(reading), *_advantages(reading), *_gate(reading), *_clip(reading), *_kl(reading), *_value(reading)]
+    found = [*_mask(reading), *_sign(reading), *_advantages(reading)]
+    if reading.value_agrees is not False:  # a mistake of the loss itself must give the reported value, too
+        found += [*_gate(reading), *_clip(reading), *_kl(reading)]
+    found += _value(reading)
     return list({x.name: x for x in found}.values())
 
 
@@ -70,16 +73,25 @@ def _gate(r: Reading) -> list[Named]:
 
 def _clip(r: Reading) -> list[Named]:
     """What is closed on which side. A > 0 above and A < 0 below is a clip; A < 0 above too is a dual clip."""
-    on = {(x.side, x.above): x for x in r.closed if x.quantity == RATIO}
+    dropped = r.value.dropped if r.value else ()  # tokens that count 0 in the value were left out, not clipped
+    on = {(x.side, x.above): x for k, x in enumerate(r.closed) if x.quantity == RATIO and k not in dropped}
     inner = [x for (side, above), x in on.items() if side == "A > 0" and not above and x.tokens >= 1]
     usual = [x for (side, above), x in on.items() if side != "any A" and above == (side == "A > 0")]
-    both = [x for (side, above), x in on.items() if side == "any A"]
+    both = [x for (side, above), x in on.items() if side == "any A" and _closes_both_signs(r, x)]
     if inner and usual or both:
         worst = (inner or both)[0]
         return [Named("clip_without_min", "mistake", f"No gradient on the side where the clip must keep it: {worst.words()}.")]
     if inner:
         return [Named("max_for_min", "mistake", f"Closed only where the clip must keep its gradient: {inner[0].words()}.")]
     return _widths(r, on)
+
+
+def _closes_both_signs(r: Reading, x) -> bool:
+    """Whether this threshold closes tokens of either sign of A, at least two each: one sign alone is a usual clip."""
+    t = r.account.t
+    level = GATES[r.gate].level(t) if r.gate in GATES else t.r
+    closed = t.A[r.account.is_closed & ((level > x.low) if x.above else (level < x.low))]
+    return bool((closed > 0).sum() >= 2 and (closed < 0).sum() >= 2)
 
 
 def _widths(r: Reading, on: dict) -> list[Named]:

@@ -119,9 +119,13 @@ def _refined_two(kappa: float, kb: float, y, p, q, tolerance) -> Fit:
         M = np.stack([np.where(is_open, p, 0.0)[keep], q[keep]], 1)
         # Every token counts by its own size: the error is relative.
         weight = 1 / np.maximum(abs(y[keep]), 1e-3 * abs(y[keep]).max())
-        if not np.isfinite(M).all() or not np.isfinite(weight).all():
+        M, right = M * weight[:, None], y[keep] * weight
+        if not (np.isfinite(M).all() and np.isfinite(right).all()):
             break
-        solved, _, rank, singular = np.linalg.lstsq(M * weight[:, None], y[keep] * weight, rcond=None)
+        try:
+            solved, _, rank, singular = np.linalg.lstsq(M, right, rcond=None)
+        except np.linalg.LinAlgError:  # numbers too far apart for a solution: the trial pair stands as it is
+            break
         if rank < 2 or singular[0] > 1e7 * singular[-1]:
             break
         kappa, kb = float(solved[0]), float(solved[1])

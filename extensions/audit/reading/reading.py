@@ -54,7 +54,16 @@ class Reading:
         made["closed"] = [x.as_json() for x in self.closed]
         made["factors"] = ([{"kind": "weight", "quantity": self.weight, "side": "any A", "value": None, "tokens": None}] if self.weight else [])
         made["factors"] += [x.as_json() for x in self.factors]
-        return made
+        return plain(made)
+
+
+def plain(value):
+    """The same with Python's own numbers in place of NumPy's."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def read_loss(recording, advantages) -> Reading | None:

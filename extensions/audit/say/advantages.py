@@ -90,10 +90,15 @@ def _declared_advantages(declared: Declared, matches, report: Report) -> None:
     wanted = declared.advantage_fields()
     if not wanted:
         return
-    differences = [[k for k in differing({**ADVANTAGE_DEFAULTS, **m.fields}, wanted)] for m in matches]
+    differences = [differing({**ADVANTAGE_DEFAULTS, **m.fields}, wanted) for m in matches]
     if any(not d for d in differences):
         return
-    got, names = matches[0], differences[0]
+    # Of rules that tie, one may differ in this and another in that: only what all of them contradict is a finding.
+    shared = [name for name in differences[0] if all(name in d for d in differences)]
+    got, names = matches[0], shared
+    if not shared:
+        evidence = f"Declared {declared.row.name}; the rules that fit are {'; or '.join(m.label() for m in matches[:3])}."
+        report.findings.append(finding("advantage_rule_differs", "warning", evidence))
     for name in names:
         value, expected = {**ADVANTAGE_DEFAULTS, **got.fields}.get(name), wanted[name]
         if name == "std_ddof":
@@ -107,7 +112,7 @@ def _declared_advantages(declared: Declared, matches, report: Report) -> None:
             )
             key = "groups_pooled" if pooled else "advantage_rule_differs"
         else:
-            key = _ADVANTAGE_FINDINGS[name]
+            key = _ADVANTAGE_FINDINGS.get(name, "advantage_rule_differs")
         report.findings.append(
             finding(key, "mistake", f"Declared {name} {expected}, the reported advantages follow {value}: {got.label()}.")
         )
@@ -135,9 +140,8 @@ def say_time(recording: Recording, report: Report) -> None:
     if any("two flags" in m for m in result.missing):
         report.findings.append(finding("flags_missing", "warning", "Taken as ends of episodes, all of them."))
     if any(m.startswith("terminal_values") for m in result.missing):
-        evidence = "The value of the true final observation is not recorded: the value after the reset stands in its place."
-        advice = "record terminal_values (or next_values before any reset)"
-        report.findings.append(finding("flags_missing", "warning", evidence, advice=advice))
+        evidence = "The value after the reset stands in its place."
+        report.findings.append(finding("final_value_missing", "warning", evidence))
     if not result.checked:
         _say_unchecked(result, report)
         return

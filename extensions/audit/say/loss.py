@@ -24,14 +24,15 @@ from extensions.audit.say.report import (
     tie_lines,
     tied,
 )
-from extensions.audit.search.forms import Form, Spec, build_batch
-from extensions.audit.search.loss import VALUE_COEFS, value_forms
+from extensions.audit.search.forms import build_batch
 from extensions.audit.read.masks import mask_edits
 from extensions.audit.search.match import LOSS_DEFAULTS, LossResult, Match, against, rows_with
 from extensions.audit.search.rules import AdvantageResult
-from extensions.audit.search.screen import Screen, Target
+from extensions.audit.tolerance import GRADIENT, SETTING, SHOWN
 from extensions.objectives import Row, evaluate
 
+NEAR = 0.1
+"""A nearest fit further off than this share of the gradient says nothing, and is not printed."""
 UNSURE = 0.2
 NOISE = 10.0
 """Expected accidental matches above which a match by value alone is a warning, not a mistake; and no finding at all."""
@@ -82,7 +83,7 @@ class LossVerdict:
             "expected_by_accident": result.chance,
             "reported": self.loss,
         }
-        report.gradient = {"agrees": None}
+        report.gradient = {"agrees": None, "recorded": self.has_gradient}
         if not self.has_gradient:
             report.missing.append("dloss_dlogps: torch.autograd.grad(loss, logps, retain_graph=True)")
         near = [m for m in mistakes if wanted is not None and not against(m.fields, wanted)]
@@ -163,14 +164,16 @@ class LossVerdict:
 
     def say_gradient(self, best: Match) -> None:
         agrees = best.by == "gradient and value" or self.loss is None
-        self.report.gradient = {"agrees": agrees, "residual": best.residual}
+        self.report.gradient |= {"agrees": agrees, "residual": best.residual}
+        if not agrees:
+            self.report.gradient["differs"] = "agrees with the best match, whose value is not the reported one"
         if agrees or best.gap is None:
             return
         expected = self.loss - best.gap
         evidence = f"{best.label()} has the recorded gradient within {best.residual:.1e}"
         evidence += f"; its value differs by {best.gap:.6g}."
         times = self.loss / expected if abs(expected) > 1e-12 else math.nan
-        if abs(times - round(times, 0)) < 1e-4:
+        if abs(times - round(times, 0)) < SHOWN:
             evidence += f" Reported is {times:.6g} times the value that the gradient belongs to."
         self.report.findings.append(finding("gradient_value_disagree", "warning", evidence))
 
@@ -179,17 +182,19 @@ class LossVerdict:
         made = recomputed(self.recording, best)
         if made is None:
             return
-        text = f"through the engine: loss {made.loss.item():.6g}"
+        text = f"through the engine: loss {best.factor * made.loss.item():.6g}"
         gradient = self.recording.get("dloss_dlogps")
         if gradient is not None and np.isfinite(gradient).all():
-            off = made.dloss_dlogps - torch.as_tensor(gradient)
+            off = best.factor * made.dloss_dlogps - torch.as_tensor(gradient)
+            off = torch.where(on_a_clip_edge(self.recording, best.fields), 0.0, off)
             size = max(float(np.linalg.norm(gradient)), 1e-30)
             whole = float(off.norm()) / size
             text += f", gradient within {whole:.1e} of its size"
-            if best.residual is not None and whole > 10 * max(best.residual, 1e-5, self.recording.eps):
+            if best.residual is not None and whole > 10 * max(best.residual, GRADIENT, self.recording.eps):
                 # The search compares the gradient on some rows of a large batch: these were not among them.
                 rows = np.flatnonzero(off.norm(dim=1) > 1e-4 * size / math.sqrt(len(off)))
-                self.report.gradient = {"agrees": False, "residual": whole}
+                differs = "agrees with the best match in most rows, and not in those below"
+                self.report.gradient |= {"agrees": False, "residual": whole, "differs": differs}
                 evidence = f"{best.label()} fits the value, and the gradient of most rows; the whole is {whole:.1e} off."
                 self.report.findings.append(finding("gradient_differs_in_rows", "warning", evidence, rows))
         self.lines.append(text)
@@ -203,9 +208,9 @@ class LossVerdict:
             return all(m.fields.get(name, LOSS_DEFAULTS.get(name)) == value for m in same for name, value in choices.items())
 
         if every(kl="k1", kl_weight="none", kl_gradient="own"):
-            found.append(finding("kl_estimator_gradient", "mistake", f"+ {f['kl_coef']:g} k1 in the loss, reproduced."))
+            found.append(finding("kl_estimator_gradient", "mistake", f"The loss holds {f['kl_coef']:g} times k1."))
         elif every(kl="k3", kl_weight="none", kl_gradient="own"):
-            found.append(finding("k3_gradient", "note", f"+ {f['kl_coef']:g} k3."))
+            found.append(finding("k3_gradient", "note", f"The loss holds {f['kl_coef']:g} times k3."))
         if every(accumulation="divide"):
             steps = self.recording.number("accumulation_steps")
             evidence = f"Divided by {steps:g} accumulation steps, as recorded."
@@ -241,7 +246,7 @@ class LossVerdict:
         severity, done = "warning" if self.unsure else "mistake", set()
         for name in names:
             key = _declared_finding(name, names, same, self.wanted)
-            if key is None or key in done:
+            if key is None or key in done or key in self.report.named():
                 continue
             done.add(key)
             got = {**LOSS_DEFAULTS, **match.fields}.get(name)
@@ -266,7 +271,7 @@ class LossVerdict:
         names = list(dict.fromkeys(name for m in same for name in m.mistakes))
         self.say_best(best, f"{best.label()}, with a mistake: {CATALOGUE[best.mistakes[0]].what}")
         if self.has_gradient:
-            self.report.gradient = {"agrees": False, "residual": best.residual}
+            self.report.gradient |= {"agrees": False, "residual": best.residual}
         if len(names) > 1:
             self.cannot_tell(f"cannot tell which mistake: {', '.join(names)}")
         for line in tie_lines([m.fields for m in same], DECIDES_LOSS, LOSS_DEFAULTS):
@@ -288,6 +293,9 @@ class LossVerdict:
         how = "value alone, no gradient recorded"
         if match.residual is not None:
             how = f"gradient within {match.residual:.1e}"
+        if match.by == "gradient" and self.loss is not None:
+            severity = "warning"  # one of the two numbers contradicts it
+            how += f"; the value does not fit, it differs by {match.gap:.4g}"
         parts = [f"With it, {match.label()} gives what was reported ({how})", *match.remarks]
         evidence = "; ".join(parts) + "."
         evidence += cannot_tell_from(name, names)
@@ -314,22 +322,52 @@ class LossVerdict:
     def say_nothing(self) -> None:
         result, findings = self.result, self.report.findings
         self.lines.append("none of the hypotheses gives what was reported")
-        self.report.gradient["agrees"] = False if self.has_gradient else None
         if result.proportional is not None:
             m = result.proportional
             self.lines.append(f"gradient proportional to: {m.label()}")
             findings.append(finding("unexplained_factor", "warning", f"{m.label()}, within {m.residual:.1e}; {self.tried}."))
             return
+        if result.proportional_mistake is not None:
+            self.say_mistake_times_a_factor(result.proportional_mistake)
+            return
         evidence = f"Loss: {self.tried}."
-        if result.nearest is not None:
+        if result.nearest is not None and result.nearest.residual <= NEAR:
             nearest = f"{result.nearest.label()}, {100 * result.nearest.residual:.1f} % off"
             self.lines.append(f"nearest gradient: {nearest}")
             evidence += f" Nearest gradient: {nearest}."
         if self.loss is not None or self.has_gradient:
             findings.append(finding("not_reproduced", "warning", evidence))
-            if self.wanted is not None:
+            if self.wanted is not None:  # a right trainer may do more than a row of the table can say
                 evidence = f"Declared {self.declared.row.name}; {self.tried}."
-                findings.append(finding("declared_not_seen", "mistake", evidence))
+                findings.append(finding("declared_not_seen", "warning", evidence))
+
+    def say_mistake_times_a_factor(self, m: Match) -> None:
+        """A form with a mistake gives gradient and value, times one number that nothing recorded explains."""
+        what = f"gradient within {m.residual:.1e}" + (", and the value with it" if self.loss is not None else "")
+        self.say_best(m, f"{m.label()}, with a mistake: {CATALOGUE[m.mistakes[0]].what}")
+        self.report.gradient |= {"agrees": False, "residual": m.residual}
+        for name in m.mistakes:
+            evidence = f"With it, {m.label()} gives what was reported ({what}); no right form does at any factor."
+            self.report.findings.append(finding(name, "mistake", evidence, _rows_of_edit(self.recording, name)))
+        evidence = f"Beside that mistake the loss is multiplied by {m.factor:.6g}; {self.tried}."
+        self.report.findings.append(finding("unexplained_factor", "warning", evidence))
+
+
+def on_a_clip_edge(recording: Recording, fields: dict) -> torch.Tensor:
+    """Tokens whose ratio lies on an edge of the clip to the rounding of the trainer's arithmetic: either branch is right."""
+    old, new = (torch.as_tensor(recording.arrays[name]) for name in ("old_logps", "logps")) if "old_logps" in recording else (None, None)
+    near = torch.zeros(recording.arrays["mask"].shape, dtype=torch.bool)
+    if old is None or old.shape != near.shape:
+        return near
+    edges = [1 - fields.get("clip_low", math.inf), 1 + fields.get("clip_high", math.inf), fields.get("ratio_cap", math.inf)]
+    size = 1 + torch.maximum(new.abs(), old.abs())
+    for edge in edges:
+        if 0 < edge < math.inf:
+            near |= (new - old - math.log(edge)).abs() <= EDGE_ULPS * recording.eps * size
+    return near
+
+
+EDGE_ULPS = 4
 
 
 def recomputed(recording: Recording, match: Match):
@@ -354,7 +392,7 @@ def recomputed(recording: Recording, match: Match):
 
 def _is_lower_bound_wrong(fields: dict) -> bool:
     """The band [1 - low, 1 + high] is [eps, 1 + eps]."""
-    return fields["clip_low"] >= 0.5 and abs(fields["clip_low"] + fields["clip_high"] - 1) < 1e-3
+    return fields["clip_low"] >= 0.5 and abs(fields["clip_low"] + fields["clip_high"] - 1) < SETTING
 
 
 _FIELD_FINDINGS = {
@@ -391,7 +429,7 @@ def _declared_finding(name: str, names: list[str], same: list[Match], wanted: di
             return "clip_one_sided"
     elif name == "kl" and got == "k1":
         return "kl_estimator_gradient"
-    elif name == "kl_coef" and isinstance(expected, float) and expected and abs(got - expected**2) < 1e-3 * expected**2:
+    elif name == "kl_coef" and isinstance(expected, float) and expected and abs(got - expected**2) < SETTING * expected**2:
         return "beta_twice"
     elif name in ("kl_weight", "kl_gradient", "kl_coef") and "kl" in names:
         return None
@@ -404,60 +442,3 @@ def _rows_of_edit(recording: Recording, name: str) -> list[int]:
         return []
     edit = mask_edits(recording).get(name)
     return [] if edit is None else np.flatnonzero((edit != recording.arrays["mask"]).any(1)).tolist()
-
-
-# ------------------------------------------------------------------------------------------ critic alone
-
-
-def say_value_loss(recording: Recording, report: Report) -> None:
-    lines = report.lines.setdefault("loss", [])
-    if "returns" not in recording.arrays or ("loss" not in recording.numbers and "dloss_dvpreds" not in recording.arrays):
-        report.missing.append("returns, values, vpreds, loss and dloss_dvpreds")
-        lines.append("not checked: the critic's loss needs vpreds, returns and the loss")
-        return
-    mask = torch.as_tensor(recording.arrays["mask"])
-    gradient = recording.get("dloss_dvpreds")
-    target = Target(
-        recording.number("loss"), None if gradient is None else torch.as_tensor(gradient), recording.eps
-    )
-    batch = build_batch(recording, advantages=np.ones(len(mask)))
-    result = LossResult()
-    screen = Screen(recording, batch, target, result)
-
-    def spec(fields: dict, coef: float, value, slope, mistake) -> Spec:
-        made = Form(-coef * torch.where(mask, value, 0.0), -coef * torch.where(mask, slope, 0.0))
-        return Spec({**fields, "value_coef": coef}, mistake, lambda _: made)
-
-    tried = [
-        spec(fields, coef, value, slope, mistake)
-        for fields, value, slope, mistake in value_forms(recording, mask)
-        for coef in VALUE_COEFS
-    ]
-    screen.try_forms(screen.digest(tried), kl="none")
-    result.matches.sort(key=lambda m: m.order)
-    strong = [m for m in result.matches if not m.weak]
-    result.matches = strong or result.matches
-    if result.matches:
-        result.mistakes = []
-    result.mistakes.sort(key=lambda m: m.order)
-    report.loss = {
-        "matches": [match_json(m) for m in result.matches[:MOST_MATCHES]],
-        "tried": result.tried,
-        "reported": recording.number("loss"),
-    }
-    if result.matches:
-        best = result.matches[0]
-        lines.append(best.label())
-        report.gradient["agrees"] = True if best.residual is not None else None
-        decide = tie_lines([m.fields for m in tied(result.matches)], DECIDES_LOSS, LOSS_DEFAULTS)
-        lines += decide
-        report.cannot_tell += [f"loss: {line}" for line in decide]
-    elif result.mistakes:
-        best = result.mistakes[0]
-        lines.append(f"{best.label()}, with a mistake: {CATALOGUE[best.mistakes[0]].what}")
-        report.findings.append(finding(best.mistakes[0], "mistake", f"With it, {best.label()} gives the reported loss."))
-        report.gradient["agrees"] = False if best.residual is not None else None
-    else:
-        lines.append("none of the hypotheses gives what was reported")
-        report.findings.append(finding("not_reproduced", "warning", f"Critic: {result.tried} hypotheses tried."))
-    lines.append(f"{result.tried} hypotheses tried")

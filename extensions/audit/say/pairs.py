@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from extensions.audit.catalogue import CATALOGUE, Finding, finding
 from extensions.audit.checks.healthy import pair_findings
 from extensions.audit.declared import Declared
@@ -28,7 +30,7 @@ def say_pairs(recording: Recording, declared: Declared | None, report: Report) -
     report.lines["advantages"] = ["a preference loss has none"]
     row = declared.row if declared is not None and declared.is_pairs else None
     if row is not None and "beta" in declared.set_fields:
-        recording.numbers.setdefault("beta", row.beta)
+        recording = replace(recording, numbers={"beta": row.beta, **recording.numbers})
     result = search_preferences(recording, declared=row.name if row is not None else None)
     has_gradient = any(name in recording.arrays for name in ("dloss_dlogps", "dloss_dchosen_logps"))
     is_reported = recording.number("loss") is not None or has_gradient
@@ -48,7 +50,7 @@ def say_pairs(recording: Recording, declared: Declared | None, report: Report) -
         "expected_by_accident": result.chance,
         "reported": recording.number("loss"),
     }
-    report.gradient = {"agrees": False if has_gradient else None}
+    report.gradient = {"agrees": None, "recorded": has_gradient}
     fits = list(filter(is_declared, matches))
     mistakes = list(filter(is_declared, result.mistakes)) or ([] if matches else result.mistakes)
     if fits:
@@ -91,11 +93,11 @@ def _say_match(recording: Recording, fits: list[PairMatch], report: Report) -> N
     ties = tie_lines([m.fields for m in same], DECIDES_PAIRS, {})
     lines += ties
     report.cannot_tell += [f"loss: {line}" for line in ties]
-    report.gradient = {"agrees": None}
     if best.residual is not None:
         agrees = best.by == "gradient and value" or best.gap is None
-        report.gradient = {"agrees": agrees, "residual": best.residual}
+        report.gradient |= {"agrees": agrees, "residual": best.residual}
         if not agrees:
+            report.gradient["differs"] = "agrees with the best match, whose value is not the reported one"
             evidence = f"{best.label()}: value differs by {best.gap:.3g}."
             report.findings.append(finding("gradient_value_disagree", "warning", evidence))
 
@@ -105,6 +107,8 @@ def _say_mistakes(recording: Recording, declared: Declared | None, mistakes: lis
     same = [m for m in mistakes if m.by == best.by]
     names = list(dict.fromkeys(name for m in same for name in m.mistakes))
     report.lines["loss"].append(f"{best.label()}, with a mistake: {CATALOGUE[names[0]].what}")
+    if best.residual is not None:
+        report.gradient |= {"agrees": False, "residual": best.residual}
     if len(names) > 1:
         report.cannot_tell.append(f"mistake: {', '.join(names)}")
     for name in names:

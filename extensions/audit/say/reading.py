@@ -8,7 +8,7 @@ from extensions.audit.reading.reading import Reading
 from extensions.audit.reading.words import gradient_lines
 from extensions.audit.say.report import Report
 
-NOT_EXPLAINED = ("not_reproduced", "declared_not_seen")
+NOT_EXPLAINED = ("not_reproduced", "declared_not_seen", "gradient_value_disagree")
 
 
 def say_reading(reading: Reading | None, report: Report) -> None:

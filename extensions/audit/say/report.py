@@ -187,8 +187,13 @@ def printed(report: Report, path: str) -> str:
         out += ["", title, *_indented(report.lines.get(key, ["not checked"]))]
     agrees = report.gradient.get("agrees")
     residual = report.gradient.get("residual")
-    wrong = "does not agree with a right computation" + ("; with the mistake it does" if residual is not None else "")
-    words = {True: "agrees with the best match", False: wrong, None: "not recorded"}[agrees]
+    words = {
+        True: "agrees with the best match",
+        False: "differs from every right computation tried; agrees with one that has the mistake below",
+        None: "recorded, and not checked: nothing to compare it with" if report.gradient.get("recorded") else "not recorded",
+    }[agrees]
+    if agrees is False and report.gradient.get("differs"):
+        words = report.gradient["differs"]
     out += ["", "Gradient", f"  {words}" + (f" (off by {residual:.1e} of its size)" if residual is not None else "")]
     if "reading" in report.lines:
         out += ["", "What the gradient says", *_indented(report.lines["reading"])]

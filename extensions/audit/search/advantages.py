@@ -23,6 +23,7 @@ from extensions.audit.read.recording import Recording
 from extensions.audit.search.level import in_level_group
 from extensions.audit.read.masks import last_counted
 from extensions.audit.search.rules import KL_IN_REWARD, AdvantageMatch, AdvantageResult, advantage_batch, rules
+from extensions.audit.tolerance import ADVANTAGE, COARSE, TWO_ULPS
 from extensions.objectives import Batch, Row, arrange_groups, compute_advantages, standardise_over_tokens
 
 
@@ -43,9 +44,9 @@ def _reported(recording: Recording) -> _Reported:
     A = A.unsqueeze(1).expand(mask.shape) if A.dim() == 1 else A
     used = A[mask]
     largest = float(used.abs().max()) if used.numel() else 0.0
-    scale = 1 if recording.eps < 1e-5 else 4 * recording.eps / 1.2e-6
+    scale = 1 if recording.eps < COARSE else 4 * recording.eps / ADVANTAGE
     noise = torch.as_tensor(_reward_noise(recording.arrays, len(mask))).unsqueeze(1)
-    return _Reported(torch.where(mask, A, 0.0), mask, scale * (1.2e-6 * max(1.0, largest) + noise))
+    return _Reported(torch.where(mask, A, 0.0), mask, scale * (ADVANTAGE * max(1.0, largest) + noise))
 
 
 def _reward_noise(arrays: dict[str, np.ndarray], rows: int) -> np.ndarray:
@@ -59,7 +60,7 @@ def _reward_noise(arrays: dict[str, np.ndarray], rows: int) -> np.ndarray:
     if raw is None or not np.isfinite(raw).any():
         return np.zeros(rows)
     finite = np.isfinite(raw)
-    lost = 2.4e-7 * np.abs(raw[finite]).max()
+    lost = TWO_ULPS * np.abs(raw[finite]).max()
     noise = np.full(len(raw), min(lost / max(raw[finite].std(), 1e-3), 1e-5))
     if ids is not None and ids.shape == raw.shape:
         _, inverse = np.unique(ids, return_inverse=True)
@@ -74,8 +75,13 @@ def _reward_noise(arrays: dict[str, np.ndarray], rows: int) -> np.ndarray:
     return noise if len(noise) == rows else np.zeros(rows)
 
 
-def search_advantages(recording: Recording, *, look_for_mistakes: bool = True) -> AdvantageResult:
-    """The rules that give the reported advantages of a rollout; mistakes where none does."""
+def search_advantages(
+    recording: Recording, *, look_for_mistakes: bool = True, declared: dict | None = None
+) -> AdvantageResult:
+    """The rules that give the reported advantages of a rollout; mistakes where none does.
+
+    declared: fields of the rule that the trainer is said to follow, tried first with its own constants.
+    """
     result = AdvantageResult()
     arrays = recording.arrays
     if "advantages" not in arrays:
@@ -112,10 +118,28 @@ def search_advantages(recording: Recording, *, look_for_mistakes: bool = True) -
         return result
     result.checked = True
     try:
+        if declared:
+            _try_declared(declared, batch, reported, result)
         _search(recording, batch, reported, result, look_for_mistakes)
     finally:
         _unscaled.cache_clear()
     return result
+
+
+def _try_declared(declared: dict, batch: Batch, reported: _Reported, result: AdvantageResult) -> None:
+    """The declared rule, whose std_eps may stand on no list."""
+    raw = batch.gen_rewards if batch.gen_rewards is not None else batch.rewards
+    has_gaps = raw is not None and bool(raw.isnan().any())
+    fields = {**declared, "singleton": "zero", **({"missing_reward": "exclude"} if has_gaps else {})}
+    result.tried += 1
+    try:
+        gap = _gap(fields, batch, reported)
+    except TypeError:
+        return
+    if gap is not None:
+        if not _has_singletons(batch):
+            del fields["singleton"]
+        result.matches.append(AdvantageMatch(fields, (), gap))
 
 
 def _search(

@@ -102,6 +102,8 @@ def window(recording: Recording) -> dict:
     made: dict = {"accumulation_steps": steps}
     if number("num_items_in_batch"):
         made["window_tokens"] = number("num_items_in_batch") / ranks * steps / max(number("steps_per_generation", steps), 1)
+    if number("window_tokens"):
+        made["window_tokens"] = number("window_tokens")
     if number("global_batch_size"):
         made["window_rows"] = number("global_batch_size") / ranks
     if number("budget"):

@@ -19,7 +19,7 @@ number that decides (the value, the denominators) is that of the whole batch.
 from __future__ import annotations
 
 import math
-from typing import Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 
 import rl_lab
 from extensions.audit.read.recording import Recording
+from extensions.audit.search.digest import Target
 from extensions.audit.search.edits import mistaken_specs, without_far_rows
 from extensions.audit.search.forms import (
     CLIP_PAIRS,
@@ -40,7 +41,8 @@ from extensions.audit.search.forms import (
 )
 from extensions.audit.read.masks import mask_edits
 from extensions.audit.search.match import Extra, LossResult, _unique, against
-from extensions.audit.search.screen import Screen, Target
+from extensions.audit.search.screen import Screen
+from extensions.audit.tolerance import GRADIENT
 from extensions.objectives import Batch
 
 ENTROPY_COEFS = (0.01, 0.001, 0.005, 0.02, 0.05, 0.1, 0.002, 0.003, 0.0005, 0.0001)
@@ -99,7 +101,7 @@ def extra_terms(recording: Recording, mask: Tensor) -> list[Extra]:
             if gradient is not None:
                 g, s = torch.as_tensor(gradient)[mask], slope[mask] / counted
                 coef = float((g * s).sum() / (s * s).sum()) if bool((s != 0).any()) else 0.0
-                if not coef or float((g - coef * s).norm()) > 1e-5 * float(g.norm()):
+                if not coef or float((g - coef * s).norm()) > GRADIENT * float(g.norm()):
                     continue
                 coefs = (float(f"{coef:.5g}"),)
             critic += [({**fields, "value_coef": c}, c * mean, mistake) for c in coefs]
@@ -119,6 +121,10 @@ def make_target(recording: Recording) -> Target:
     return Target(recording.number("loss"), gradient, recording.eps, extra_terms(recording, mask))
 
 
+NEED_THE_VALUE = ("clip_without_min", "missing_stop_gradient")
+"""Mistakes whose gradient is that of another objective: a recorded value that they do not give rules them out."""
+
+
 def search_loss(
     recording: Recording, advantages: np.ndarray | None, *, look_for_mistakes: bool = True, declared: dict | None = None
 ) -> LossResult:
@@ -131,6 +137,23 @@ def search_loss(
     if "logps" not in recording.arrays and "loss_mat" not in recording.arrays:
         result.missing.append("logps (rows x tokens)")
         return result
+    _leave_out_what_is_not_finite(target, result)
+    if target.loss is None and target.gradient is None:
+        return result
+    search = _Search(recording, advantages, target, result, declared)
+    first = search.screen()
+    if first is None:
+        return result
+    forms = first.digest(search.specs(first.batch))
+    search.plain(first, forms)
+    result.zero = _is_zero(search.target, first)
+    if look_for_mistakes and search.is_unexplained():
+        search.mistakes(first, forms)
+    _keep_the_best(result, search.target)
+    return result
+
+
+def _leave_out_what_is_not_finite(target: Target, result: LossResult) -> None:
     if target.gradient is not None and not bool(torch.isfinite(target.gradient).all()):
         bad = (~torch.isfinite(target.gradient)).any(1).nonzero().flatten().tolist()
         result.remarks.append(f"dloss_dlogps is not finite in rows {bad[:10]}; the gradient is left out of the search")
@@ -138,83 +161,95 @@ def search_loss(
     if target.loss is not None and not math.isfinite(target.loss):
         result.remarks.append(f"the reported loss is {target.loss}")
         target.loss = None
-        if target.gradient is None:
-            return result
-    rows = len(recording.arrays["mask"])
-    A = np.ones(rows) if advantages is None else advantages
-    loss_mat = recording.get("loss_mat")
 
-    def screen(mask=None, mistake=None):
+
+class _Search:
+    """The two passes over one recording: plain choices, then named edits of them."""
+
+    def __init__(self, recording: Recording, advantages, target: Target, result: LossResult, declared: dict | None):
+        self.recording, self.result, self.declared = recording, result, declared
+        self.loss_mat = recording.get("loss_mat")
+        self.advantages = np.ones(len(recording.arrays["mask"])) if advantages is None else advantages
+        self.target = target
+        if self.loss_mat is not None:
+            gradient = recording.get("dloss_dloss_mat")
+            self.target = Target(target.loss, None if gradient is None else torch.as_tensor(gradient), recording.eps)
+
+    def screen(self, mask=None, mistake: str | None = None) -> Screen | None:
+        """The batch under this mask, ready to be compared with; None where it cannot be one."""
+        given = {} if self.loss_mat is None else {"logps": self.loss_mat}
         try:
-            batch = build_batch(recording, mask, A, **({} if loss_mat is None else {"logps": loss_mat}))
+            batch = build_batch(self.recording, mask, self.advantages, **given)
         except (ValueError, TypeError) as problem:
             if mistake is None:
-                result.remarks.append(str(problem))
+                self.result.remarks.append(str(problem))
             return None
-        return Screen(recording, batch, target, result, mistake, declared)
+        return Screen(self.recording, batch, self.target, self.result, mistake, self.declared)
 
-    def specs_for(batch: Batch) -> list[Spec]:
-        if loss_mat is not None:
+    def specs(self, batch: Batch) -> list[Spec]:
+        if self.loss_mat is not None:
             return [Spec({"token_losses": True}, None, lambda b: Form(-b.logps, -b.mask.to(torch.float64)))]
-        return [plain_spec(fields) for fields in plain_choices(recording, batch, target.gradient)]
+        return [plain_spec(fields) for fields in plain_choices(self.recording, batch, self.target.gradient)]
 
-    if loss_mat is not None:
-        gradient = recording.get("dloss_dloss_mat")
-        target = Target(target.loss, None if gradient is None else torch.as_tensor(gradient), recording.eps)
-    first = screen()
-    if first is None:
-        return result
-    specs = specs_for(first.batch)
-    forms = first.digest(specs)
-    first.try_forms(forms)
-    by_value = first.rows is None
-    if by_value and not result.matches:
-        # A second look only where the first found nothing: more hypotheses mean more matches by accident.
-        first.use_extras, first.solve_budget, first.phase = len(target.extras) > 1, first.batch.budget is None, 1
-        if first.use_extras or first.solve_budget:
-            first.try_forms(forms)
-    result.zero = _is_zero(target, first)
-    sure = [match for match in result.matches if not match.weak and match.by != "gradient"]
-    fits = [match for match in result.matches if declared is None or not against(match.fields, declared)]
-    if look_for_mistakes and (not sure and not (fits and target.loss is None) or not fits):
-        pairs = clip_pairs(recording)[:2]
+    def plain(self, first: Screen, forms: Sequence) -> None:
+        first.try_forms(forms)
+        if first.rows is None and not self.result.matches:
+            # A second look only where the first found nothing: more hypotheses mean more matches by accident.
+            first.use_extras, first.solve_budget, first.phase = len(self.target.extras) > 1, first.batch.budget is None, 1
+            if first.use_extras or first.solve_budget:
+                first.try_forms(forms)
+
+    def is_unexplained(self) -> bool:
+        """Whether no plain choice, or none that was declared, gives the numbers without a solved one."""
+        matches = self.result.matches
+        sure = [match for match in matches if not match.weak and match.by != "gradient"]
+        fits = [match for match in matches if self.declared is None or not against(match.fields, self.declared)]
+        return not sure and not (fits and self.target.loss is None) or not fits
+
+    def mistakes(self, first: Screen, forms: Sequence) -> None:
+        pairs, by_value = clip_pairs(self.recording)[:2], first.rows is None
 
         def worth(candidates: Sequence) -> list:
-            return [c for c in candidates if not by_value or likely(c.fields, declared, pairs)]
+            return [c for c in candidates if not by_value or likely(c.fields, self.declared, pairs)]
 
-        first.use_extras, first.phase = len(target.extras) > 1, 2
+        first.use_extras, first.phase = len(self.target.extras) > 1, 2
         first.try_forms(worth(forms), with_factors=True)
         # Beside an edit, an entropy term is looked for only where one is declared: else it is one guess too many.
-        first.use_extras, with_extras = False, bool((declared or {}).get("entropy_coef"))
-        if loss_mat is None:
-            if first.batch.ref_logps is not None:
-                first.try_forms(
-                    [d for d in worth(forms) if d.fields.get("surrogate") in ("clip", "plain", "dual_clip")],
-                    with_factors=True,
-                    kl="mistaken",
-                )
-            edits = list(mistaken_specs(recording, first.traits, declared))
-            known = (declared or {}).get("off_policy_threshold")
-            thresholds = [known] if known else seen_thresholds(first.batch, target.gradient)
-            edits += [without_far_rows(spec, threshold) for spec in edits for threshold in thresholds]
-            first.use_extras = with_extras
-            first.try_forms(first.digest(worth(edits)))
-        for name, mask in mask_edits(recording).items():
-            edited = screen(mask, name)
+        first.use_extras, with_extras = False, bool((self.declared or {}).get("entropy_coef"))
+        if self.loss_mat is None:
+            self.edited_forms(first, forms, worth, with_extras)
+        for name, mask in mask_edits(self.recording).items():
+            edited = self.screen(mask, name)
             if edited is not None:
                 edited.phase, edited.use_extras = 2, with_extras
-                edited.try_forms(
-                    edited.digest([spec for spec in specs_for(edited.batch) if likely(spec.fields, declared, pairs)])
-                )
+                specs = [spec for spec in self.specs(edited.batch) if likely(spec.fields, self.declared, pairs)]
+                edited.try_forms(edited.digest(specs))
+
+    def edited_forms(self, first: Screen, forms: Sequence, worth: Callable, with_extras: bool) -> None:
+        """Edits of the KL term, of the ratio and of the clip."""
+        if first.batch.ref_logps is not None:
+            clipped = [d for d in worth(forms) if d.fields.get("surrogate") in ("clip", "plain", "dual_clip")]
+            first.try_forms(clipped, with_factors=True, kl="mistaken")
+        edits = list(mistaken_specs(self.recording, first.traits, self.declared))
+        known = (self.declared or {}).get("off_policy_threshold")
+        thresholds = [known] if known else seen_thresholds(first.batch, self.target.gradient)
+        edits += [without_far_rows(spec, threshold) for spec in edits for threshold in thresholds]
+        first.use_extras = with_extras
+        first.try_forms(first.digest(worth(edits)))
+
+
+def _keep_the_best(result: LossResult, target: Target) -> None:
+    """What has gradient and value puts aside what has the gradient alone; each hypothesis once, best first."""
     if any(match.by != "gradient" for match in result.matches):
         result.matches = [match for match in result.matches if match.by != "gradient"]
     elif any(match.by == "gradient and value" for match in result.mistakes):
         result.matches = []  # both have the gradient, and the mistake has the value as well
     if any(match.by != "gradient" for match in result.mistakes):
         result.mistakes = [match for match in result.mistakes if match.by != "gradient"]
+    elif target.loss is not None:
+        result.mistakes = [m for m in result.mistakes if not set(m.mistakes) & set(NEED_THE_VALUE)]
     result.mistakes = _unique(sorted(result.mistakes, key=lambda match: match.order))
     result.matches = _unique(sorted(result.matches, key=lambda match: match.order))
-    return result
 
 
 def likely(fields: dict, declared: dict | None, pairs: Sequence[tuple[float, float]]) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from extensions.objectives import ROWS, Row
+from extensions.audit.tolerance import SETTING, SHOWN
+from extensions.objectives import CHOICES, NUMBERS, ROWS, Row
 
 Extra = tuple[dict, float, "str | None"]
 """An entropy or critic term beside the policy loss: its fields, its amount, the mistake in it."""
@@ -26,7 +27,7 @@ class Match:
     weak: bool = False  # a number was solved that the recording should hold
 
     def label(self) -> str:
-        return describe(self.fields) + (f", times {self.factor:.6g}" if abs(self.factor - 1) > 1e-4 else "")
+        return describe(self.fields) + (f", times {self.factor:.6g}" if abs(self.factor - 1) > SHOWN else "")
 
 
 @dataclass
@@ -36,6 +37,7 @@ class LossResult:
     tried: int = 0
     nearest: Match | None = None  # smallest residual when nothing matches
     proportional: Match | None = None  # the gradient fits up to a factor that nothing recorded explains
+    proportional_mistake: Match | None = None  # the same, of a form with a mistake that has the value too
     chance: float = 0.0  # expected number of matches by accident among the values compared
     zero: bool = False  # the reported loss is 0 within rounding: its value tells nothing
     remarks: list[str] = field(default_factory=list)
@@ -101,7 +103,7 @@ def _unique(matches: list[Match]) -> list[Match]:
 
 LOSS_DEFAULTS = {"kl": "none", "accumulation": "none", "off_policy_rows": "keep"}
 """What a match means by a field that it leaves out."""
-_BANDED = ("clip", "dual_clip", "capped_clip", "cispo", "dppo_tv", "dppo_kl")
+_BANDED = tuple(name for name in CHOICES["surrogate"] if "clip_low" in NUMBERS.get(("surrogate", name), ()))
 
 
 def against(fields: dict, declared: dict) -> list[str]:
@@ -125,7 +127,7 @@ def differing(fields: dict, declared: dict) -> list[str]:
     for name in declared.keys() & fields.keys():
         got, wanted = fields[name], declared[name]
         if isinstance(wanted, float) and isinstance(got, (int, float)):
-            same = got == wanted or math.isclose(got, wanted, rel_tol=1e-3)
+            same = got == wanted or math.isclose(got, wanted, rel_tol=SETTING)
         else:
             same = got == wanted
         if not same:
@@ -141,10 +143,22 @@ _SETTABLE = frozenset(
 
 def rows_with(fields: dict) -> list[str]:
     """Named rows of the table whose loss part makes the choices of a match (constants that a user sets are not compared)."""
+    if "value_loss" in fields and "ratio" not in fields:  # the critic alone
+        return [name for name, row in ROWS.items() if row.value_coef and _has_critic(row, fields)]
     return [name for name, row in ROWS.items() if _makes(row, fields)]
 
 
+def _has_critic(row: Row, fields: dict) -> bool:
+    return row.value_loss == fields["value_loss"] and fields.get("reduction") in (
+        None,
+        row.reduction,
+        "mean_over_tokens" if row.reduction == "mean_over_window" else row.reduction,
+    )
+
+
 def _makes(row: Row, fields: dict) -> bool:
+    if any(name not in fields for name in row.loss_extras):  # a correction or a selection that the match does not make
+        return False
     kl = row.kl if row.kl_place == "loss" else "none"
     if fields.get("kl", "none") == "none":
         if row.kl_in_loss:  # a row's KL may be listed and off: its coefficient is 0 until it is set

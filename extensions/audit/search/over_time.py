@@ -10,6 +10,7 @@ import numpy as np
 
 from extensions.audit.read.recording import Recording
 from extensions.audit.search.rules import GAMMAS, LAMS, AdvantageMatch, AdvantageResult
+from extensions.audit.tolerance import COARSE, TERM
 
 
 # ------------------------------------------------------------------------------------------ environments: time
@@ -48,12 +49,9 @@ def is_environment(recording: Recording) -> bool:
 def timeline(recording: Recording) -> tuple[Timeline | None, list[str]]:
     """Lay a recorded rollout out with time last. Returns what is missing, too."""
     a = {name: value for name, value in recording.arrays.items()}
-    time_first = (
-        "last_values" in a
-        and a.get("values", np.zeros(0)).ndim == 2
-        and a["last_values"].ndim == 1
-        and (a["last_values"].shape[0] == a["values"].shape[1])
-    )
+    shape = a["values"].shape if "values" in a else a["next_values"].shape
+    # (T, E) beside one last value for each environment; a column is one environment, not T environments of one step.
+    time_first = len(shape) == 2 and ("last_values" in a and a["last_values"].size == shape[1] or shape[1] == 1 < shape[0])
     names = (
         "rewards",
         "env_rewards",
@@ -101,43 +99,10 @@ def timeline(recording: Recording) -> tuple[Timeline | None, list[str]]:
         return None, [f"arrays of one shape {(E, T)}: got {', '.join(wrong)}"]
     if values is None:
         return None, ["values of the critic"]
-    terminated, truncated, boundary = x["terminated"], x["truncated"], x["boundary"]
-    discounts = x["discounts"]
-    gamma = None
-    if discounts is not None and discounts.shape == (E, T):
-        terminated = discounts == 0 if terminated is None else terminated
-        inside = discounts[discounts > 0]
-        if inside.size and np.ptp(inside) < 1e-6:
-            gamma = float(np.round(inside[0], 6))
-    if boundary is None and x["episode_starts"] is not None and terminated is None:
-        boundary = np.zeros((E, T), dtype=bool)
-        boundary[:, :-1] = x["episode_starts"][:, 1:]
-        if "last_dones" in a:
-            boundary[:, -1] = a["last_dones"].reshape(E)
-    has_both = terminated is not None and (truncated is not None or boundary is not None)
-    if boundary is None:
-        boundary = (terminated if terminated is not None else np.zeros((E, T), bool)) | (
-            truncated if truncated is not None else False
-        )
-    elif truncated is not None:
-        boundary = boundary | truncated
-    if terminated is None:
-        terminated = boundary & ~truncated if truncated is not None else boundary
-        missing.append("terminated and truncated as two flags (one flag was recorded)")
-    boundary = boundary | terminated
+    terminated, boundary, has_both, gamma = _two_flags(x, a, (E, T), missing)
     has_final = next_values is not None or x["terminal_values"] is not None
     if next_values is None:
-        next_values = np.zeros_like(values)
-        next_values[:, :-1] = values[:, 1:]
-        if after is None:
-            missing.append("last_values: the value after the last step")
-            after = np.zeros(E)
-        next_values[:, -1] = after
-        if x["terminal_values"] is not None:
-            cut = boundary & ~terminated
-            next_values = np.where(cut & np.isfinite(x["terminal_values"]), x["terminal_values"], next_values)
-        if (boundary[:, :-1] & ~terminated[:, :-1]).any() and not has_final:
-            missing.append("terminal_values: the value of the true final observation at each time limit (before the reset)")
+        next_values = _values_after(values, after, terminated, boundary, x["terminal_values"], missing)
     if after is None:
         after = next_values[:, -1]
     flagged = boundary
@@ -163,6 +128,51 @@ def timeline(recording: Recording) -> tuple[Timeline | None, list[str]]:
         ),
         missing,
     )
+
+
+def _two_flags(x: dict, a: dict, shape: tuple[int, int], missing: list[str]) -> tuple:
+    """terminated, boundary, whether two flags were recorded, and gamma where the discounts give it."""
+    terminated, truncated, boundary = x["terminated"], x["truncated"], x["boundary"]
+    discounts = x["discounts"]
+    gamma = None
+    if discounts is not None and discounts.shape == shape:
+        terminated = discounts == 0 if terminated is None else terminated
+        inside = discounts[discounts > 0]
+        if inside.size and np.ptp(inside) < 1e-6:
+            gamma = float(np.round(inside[0], 6))
+    if boundary is None and x["episode_starts"] is not None and terminated is None:
+        boundary = np.zeros(shape, dtype=bool)
+        boundary[:, :-1] = x["episode_starts"][:, 1:]
+        if "last_dones" in a:
+            boundary[:, -1] = a["last_dones"].reshape(shape[0])
+    has_both = terminated is not None and (truncated is not None or boundary is not None)
+    if boundary is None:
+        boundary = (terminated if terminated is not None else np.zeros(shape, bool)) | (
+            truncated if truncated is not None else False
+        )
+    elif truncated is not None:
+        boundary = boundary | truncated
+    if terminated is None:
+        terminated = boundary & ~truncated if truncated is not None else boundary
+        missing.append("terminated and truncated as two flags (one flag was recorded)")
+    boundary = boundary | terminated
+    return terminated, boundary, has_both, gamma
+
+
+def _values_after(values, after, terminated, boundary, terminal, missing: list[str]) -> np.ndarray:
+    """The critic after each step: the next step's value, the last one's, and the final observation's where it is recorded."""
+    next_values = np.zeros_like(values)
+    next_values[:, :-1] = values[:, 1:]
+    if after is None:
+        missing.append("last_values: the value after the last step")
+        after = np.zeros(len(values))
+    next_values[:, -1] = after
+    if terminal is not None:
+        cut = boundary & ~terminated
+        return np.where(cut & np.isfinite(terminal), terminal, next_values)
+    if (boundary[:, :-1] & ~terminated[:, :-1]).any():
+        missing.append("terminal_values: the value of the true final observation at each time limit (before the reset)")
+    return next_values
 
 
 def _gae(r, v, vn, terminated, boundary, gamma, lam) -> np.ndarray:
@@ -252,7 +262,7 @@ def search_time(recording: Recording) -> AdvantageResult:
             for name, reported in x.reported.items():
                 made = A if name == "advantages" else A + x.values
                 tolerance = (
-                    2e-6 * max(1.0, float(np.abs(reported).max())) * (1 if recording.eps < 1e-5 else recording.eps / 1e-6)
+                    TERM * max(1.0, float(np.abs(reported).max())) * (1 if recording.eps < COARSE else recording.eps / 1e-6)
                 )
                 gap = float(np.abs(made - reported).max())
                 if gap <= tolerance:
@@ -278,7 +288,7 @@ def search_time(recording: Recording) -> AdvantageResult:
         if "advantages" in x.reported:
             result.tried += 1
             gap = float(np.abs(x.rewards - x.values - x.reported["advantages"]).max())
-            if gap <= 2e-6 * max(1.0, float(np.abs(x.rewards).max())):
+            if gap <= TERM * max(1.0, float(np.abs(x.rewards).max())):
                 result.mistakes.append(
                     AdvantageMatch(
                         {"baseline": "gae", "gamma": 0.0, "lam": 0.0, "scale": "none"}, ("reward_minus_value",), gap

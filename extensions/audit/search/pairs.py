@@ -18,6 +18,7 @@ from torch import Tensor
 from extensions.audit.read.recording import Recording
 from extensions.audit.read.masks import mask_edits
 from extensions.audit.search.screen import FACTORS
+from extensions.audit.tolerance import COARSE, FACTOR, PAIR_GRADIENT, PAIR_VALUE, SHOWN, TERM
 from extensions.objectives import PREFERENCE_ROWS, PreferenceRow, Preferences, evaluate_preference, make_preferences
 
 BETAS = (0.1, 0.01, 0.05, 0.2, 0.3, 0.5, 1.0, 2.0, 2.5, 0.02, 0.04, 0.03, 10.0)
@@ -52,7 +53,7 @@ class PairMatch:
         for name, idle in (("gamma", 0.0), ("sft_coef", 0.0), ("tail_weight", 1.0)):
             if getattr(row, name) != idle:
                 out[name] = getattr(row, name)
-        if row.loss == "kto":
+        if row.of_labels:
             out |= {"desirable_weight": row.desirable_weight, "undesirable_weight": row.undesirable_weight}
         return out
 
@@ -63,7 +64,7 @@ class PairMatch:
             f", {name.replace('_', ' ')} {value:g}" if isinstance(value, float) else f", {name} {value}"
             for name, value in f.items()
         )
-        return text + (f", times {self.factor:.6g}" if abs(self.factor - 1) > 1e-4 else "")
+        return text + (f", times {self.factor:.6g}" if abs(self.factor - 1) > SHOWN else "")
 
     def names(self) -> list[str]:
         """Named rows that make these choices (constants that a user sets are not compared)."""
@@ -145,7 +146,7 @@ def rows_to_try(
     smoothing = SMOOTHING
     is_pairs = data.labels is None
     for name, row in PREFERENCE_ROWS.items():
-        if (row.loss == "kto") == is_pairs:
+        if row.of_labels == is_pairs:
             continue
         if row.loss == "kto" and (data.kl_seq_logps is None or data.ref_kl_seq_logps is None):
             continue
@@ -227,26 +228,14 @@ class _Compare:
             return
         value, gradient, size = made
         tolerance = (
-            (2e-6 if self.gradient is None else 5e-6) * max(size, abs(value)) + 1e-8
-            if self.recording.eps < 1e-5
+            (TERM if self.gradient is None else PAIR_VALUE) * max(size, abs(value)) + 1e-8
+            if self.recording.eps < COARSE
             else 4 * self.recording.eps * size
         )
-        f, residual = 1.0, None
-        if self.gradient is not None:
-            g = self.gradient
-            gg, aa, ga = float((g * g).sum()), float((gradient * gradient).sum()), float((g * gradient).sum())
-            if aa == 0:
-                if gg > 0:
-                    return
-                residual = 0.0
-            else:
-                f = ga / aa
-                residual = math.sqrt(max(gg - ga * ga / aa, 0.0) / max(gg, 1e-300)) if gg else 1.0
-                limit = 2e-5 if self.recording.eps < 1e-5 else 4 * self.recording.eps
-                if residual > limit:
-                    return
-                if int((g != 0).sum()) < 2 and abs(f - 1) > limit:
-                    return
+        fitted = self._fit_gradient(gradient)
+        if fitted is None:
+            return
+        f, residual = fitted
         candidates = [1.0] if residual is None else [f]
         pairs = self.result.pairs
         if factors and residual is None:
@@ -260,30 +249,53 @@ class _Compare:
             if residual is None and (gap is None or abs(gap) > tolerance * abs(f)):
                 continue
             if residual is not None and gap is not None:
-                if abs(gap) <= tolerance * abs(f) + 3e-5 * abs(value) * (abs(f - 1) > 1e-4):
+                if abs(gap) <= tolerance * abs(f) + FACTOR * abs(value) * (abs(f - 1) > SHOWN):
                     by = "gradient and value"
             all_mistakes, remarks = list(mistakes), [remark] if remark else []
-            slack = 3e-5 if residual is not None else 1e-12
+            slack = FACTOR if residual is not None else 1e-12
             factor = 1.0
             if abs(f - 1) > slack:
-                factor, inverse = f, round(1 / f) if f else 0
-                steps = int(self.recording.number("accumulation_steps", 1))
-                if abs(f + 1) <= slack:
-                    all_mistakes.append("loss_sign")
-                elif inverse >= 2 and abs(f * inverse - 1) <= slack and (inverse in FACTORS or inverse == steps):
-                    all_mistakes.append("extra_division")
-                    remarks.append(f"divided by {inverse}")
-                elif pairs > 1 and abs(f - pairs) <= slack * pairs:
-                    all_mistakes.append("sum_for_mean")
-                    remarks.append(f"{pairs} pairs, not divided out")
-                else:
+                named = self._factor_named(f, slack)
+                if named is None:
                     continue
+                factor = f
+                all_mistakes.append(named[0])
+                remarks += named[1:]
             if len(all_mistakes) > 1:
                 continue
             self.counter += 1
             order = (len(all_mistakes), {"gradient and value": 0, "value": 0, "gradient": 1}[by], self.counter)
             match = PairMatch(row, tuple(all_mistakes), factor, by, residual, gap, tuple(remarks), order)
             (self.result.mistakes if all_mistakes else self.result.matches).append(match)
+
+    def _fit_gradient(self, gradient: Tensor) -> tuple[float, float | None] | None:
+        """The factor at which a row's gradient is nearest to the recorded one, and how far off it is; None: it does not fit.
+
+        (1, None) where no gradient was recorded.
+        """
+        g = self.gradient
+        if g is None:
+            return 1.0, None
+        gg, aa, ga = float((g * g).sum()), float((gradient * gradient).sum()), float((g * gradient).sum())
+        if aa == 0:
+            return None if gg > 0 else (1.0, 0.0)
+        f = ga / aa
+        residual = math.sqrt(max(gg - ga * ga / aa, 0.0) / max(gg, 1e-300)) if gg else 1.0
+        limit = PAIR_GRADIENT if self.recording.eps < COARSE else 4 * self.recording.eps
+        if residual > limit or int((g != 0).sum()) < 2 and abs(f - 1) > limit:
+            return None
+        return f, residual
+
+    def _factor_named(self, f: float, slack: float) -> tuple[str, ...] | None:
+        """The mistake that a factor other than 1 amounts to, and a remark; None: no explanation."""
+        inverse, steps, pairs = round(1 / f) if f else 0, int(self.recording.number("accumulation_steps", 1)), self.result.pairs
+        if abs(f + 1) <= slack:
+            return ("loss_sign",)
+        if inverse >= 2 and abs(f * inverse - 1) <= slack and (inverse in FACTORS or inverse == steps):
+            return "extra_division", f"divided by {inverse}"
+        if pairs > 1 and abs(f - pairs) <= slack * pairs:
+            return "sum_for_mean", f"{pairs} pairs, not divided out"
+        return None
 
 
 def search_preferences(recording: Recording, *, look_for_mistakes: bool = True, declared: str | None = None) -> PairResult:

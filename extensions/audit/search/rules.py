@@ -90,9 +90,11 @@ def describe(fields: dict) -> str:
     scales = {
         "group_std": "std of the group",
         "batch_std_of_raw_rewards": "std of the batch's raw rewards",
-        "batch_std": "std over answers, centred",
-        "token_std": "std over tokens, centred",
+        "batch_std": "std of the batch",
+        "token_std": "std over the batch's tokens",
     }
+    if f.get("scale") in ("batch_std", "token_std"):  # both are centred first
+        text = "R - mean of the batch" if text == "R" else f"{text}, centred"
     if f.get("scale", "none") != "none":
         guard = {
             "add": "+ {:g}",
@@ -116,7 +118,7 @@ def rows_with(fields: dict) -> list[str]:
         if fields.get("scale", "none") != "none":
             keys |= {k: fields[k] for k in ("std_ddof", "std_eps", "std_guard") if k in fields}
         defaults = {"scale": "none", "credit": "outcome", "reward_parts": "sum_then_normalise"}
-        if all(getattr(row, k) == v for k, v in {**defaults, **keys}.items()):
+        if not row.advantage_extras and all(getattr(row, k) == v for k, v in {**defaults, **keys}.items()):
             names.append(name)
     return names
 

@@ -2,107 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass, field
 from typing import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from extensions.audit.read.recording import Recording
-from extensions.audit.search.forms import INF, KL_COEFS, Form, Spec, Traits
+from extensions.audit.search.digest import Digest, Fit, Target
+from extensions.audit.search.forms import INF, KL_COEFS, Spec, Traits
 from extensions.audit.search.kl_forms import kl_specs
 from extensions.audit.search.match import Extra, LossResult, Match
 from extensions.audit.search.pieces import Part, parts_of
 from extensions.audit.search.reductions import mistaken_reductions, reductions
+from extensions.audit.tolerance import NOTHING, SETTING, TERM
 from extensions.objectives import Batch
 
 FACTORS = tuple(range(2, 17)) + (32, 64)
-VALUE_TOLERANCE = 8e-7
 SAMPLE_TOKENS = 20_000  # gradients are compared on about this many slots first
 
 
-# ------------------------------------------------------------------------------------------ comparing
-
-
-@dataclass
-class Target:
-    """What was reported."""
-
-    loss: float | None
-    gradient: Tensor | None  # (N, T)
-    eps: float
-    extras: list[Extra] = field(default_factory=list)  # entropy and critic: fields, loss, mistake
-
-    @property
-    def gradient_tolerance(self) -> float:
-        return max(1e-5, 4 * self.eps if self.eps > 1e-5 else 0)
-
-    def value_tolerance(self, size):
-        """A float32 sum of terms of this total size; half precision is as coarse as its own grid."""
-        return max(VALUE_TOLERANCE, 2 * self.eps if self.eps > 1e-5 else 0) * size + 1e-9
-
-
 _NO_EXTRA: list[Extra] = [({}, 0.0, None)]
+DEGENERATE = 1e-9
+"""Below this share the policy's and the KL's slopes are parallel: their two amounts cannot be solved for."""
+FACTOR_MISTAKES = ("dropped_rows_in_denominator", "padding_in_denominator", "sum_for_mean", "extra_division", "loss_sign")
+"""Mistakes that amount to a factor of the whole loss, or of its KL."""
 _OWN_DENOMINATOR = ("sum_over_tokens", "sum_over_width")
 """Reductions for which a division by a whole number says nothing: a count of the batch would do it."""
-
-
-class Digest:
-    """A form of J (as a loss: -J) or of the KL that has met the batch: its row sums, and its slopes on the compared rows."""
-
-    def __init__(self, index: int, spec: Spec, screen: "Screen", sign: float):
-        self.index, self.fields, self.mistake = index, spec.fields, spec.mistake
-        self._spec, self._screen, self._sign, self._sums = spec, screen, sign, None
-        self.slope: Tensor | None = None
-        if screen.sample is not None:
-            form = spec.make(screen.sample.batch)
-            self.slope = None if form.slope is None else sign * form.slope
-            if (
-                len(screen.parts) == 1
-                and len(screen.sample.rows) == len(screen.batch.mask)
-                and screen.sample.batch is screen.parts[0].batch
-            ):
-                self._take([(screen.parts[0], form)])
-
-    def _take(self, forms: Sequence[tuple[Part, Form]]) -> None:
-        sums = torch.zeros(len(self._screen.batch.mask), dtype=torch.float64)
-        sizes = torch.zeros_like(sums)
-        for part, form in forms:
-            sums[part.rows], sizes[part.rows] = self._sign * form.value.sum(1), form.value.abs().sum(1)
-        self._sums = sums, sizes
-
-    @property
-    def sums(self) -> Tensor:
-        """Sum over each row's tokens, (N,)."""
-        if self._sums is None:
-            self._take([(part, self._spec.make(part.batch)) for part in self._screen.parts])
-        return self._sums[0]
-
-    @property
-    def sizes(self) -> Tensor:
-        """Sum of the absolute values, (N,)."""
-        return self.sums is not None and self._sums[1]
-
-
-@dataclass
-class Fit:
-    """A hypothesis that reproduces the numbers, while its factor and its coefficient are being explained."""
-
-    fields: dict
-    mistakes: list[str]
-    factor: float
-    residual: float | None
-    value: float  # recomputed loss, without entropy and critic
-    span: float  # sum of the absolute terms
-    extra: Extra | None  # the entropy and critic terms that the value was compared with
-    remarks: list[str] = field(default_factory=list)
-    weak: bool = False
-
-    def solved(self, fields: dict, words: str) -> "Fit":
-        """The same with a denominator in it that was solved for."""
-        remarks = [*self.remarks, f"{words}, solved, not recorded"]
-        return Fit(fields, [], 1.0, self.residual, self.value, self.span, self.extra, remarks, weak=True)
 
 
 class Screen:
@@ -200,8 +127,12 @@ class Screen:
                 form, r = divmod(where, residual.shape[1])
                 factor, slope = float(f[form, r]), float(c[form, r])
                 extra = {} if k < 0 else {**kls[k].fields, "kl_coef": slope / factor if factor else 0.0}
+                sources = (self.mask_mistake, group[form].mistake, weights[r].mistake, None if k < 0 else kls[k].mistake)
                 self.result.nearest = Match(
-                    {**group[form].fields, **weights[r].fields, **extra}, factor=factor, residual=best
+                    {**group[form].fields, **weights[r].fields, **extra},
+                    mistakes=tuple(mistake for mistake in sources if mistake),
+                    factor=factor,
+                    residual=best,
                 )
             for form, r in (residual <= tolerance).nonzero().tolist():
                 fits.append((form, k, r, float(f[form, r]), float(c[form, r]), float(residual[form, r])))
@@ -227,7 +158,7 @@ class Screen:
                 continue  # a KL term with a slope would have sent a gradient
             cross = (P * H).sum(2) @ squares.T  # (F, R)
             determinant = a * b - cross * cross
-            both = (a > 0) & (determinant > 1e-12 * a * b)
+            both = (a > 0) & (determinant > DEGENERATE * a * b)
             safe = torch.where(both, determinant, 1.0)
             f = torch.where(both, (x * b - y * cross) / safe, 1.0)
             c = torch.where(both, (y * a - x * cross) / safe, y / b)
@@ -322,7 +253,7 @@ class Screen:
                         longest = int(self.batch.lengths.max())
                         tried += [(1.0 / n, extras[0]) for n in budgets if longest <= n <= 4096 and n > 1]
             f, amount = torch.tensor([(f, extra[1]) for f, extra in tried], dtype=V.dtype).T[..., None, None]
-            off = (loss - f * V - amount).abs() <= tolerance + 2e-6 * amount.abs()
+            off = (loss - f * V - amount).abs() <= tolerance + TERM * amount.abs()
             off &= allowed & (clear | (f == 1) | (f == 1 / steps))
             for place, form, r in off.nonzero().tolist():
                 (factor, extra), d, kl_form = tried[place], group[form], None if k < 0 else kls[k]
@@ -341,6 +272,13 @@ class Screen:
                 size = spans + abs(coef) * span
                 tolerance = target.value_tolerance(size)
                 compare(k, coef, policy + coef * value, size, (coef * value).abs() > 3 * tolerance)
+
+    def _recorded_ratios(self) -> list[float]:
+        """What a window of several micro-batches, ranks or steps may multiply a mean by: ratios of their recorded counts."""
+        names = ("accumulation_steps", "steps_per_generation", "world_size")
+        counts = [n for n in (self.recording.number(name, 1) for name in names) if n > 1]
+        products = {math.prod(chosen) for k in range(len(counts) + 1) for chosen in itertools.combinations(counts, k)}
+        return sorted({a / b for a in products for b in products} - {1.0})
 
     def _sums(self) -> list[float]:
         rows, tokens = len(self.batch.mask), int(self.batch.lengths.sum())
@@ -366,9 +304,9 @@ class Screen:
         usual = [known] if known else list(KL_COEFS)
 
         def among(value: float) -> float | None:
-            return next((c for c in usual if abs(value - c) <= 1e-3 * c), None)
+            return next((c for c in usual if abs(value - c) <= SETTING * c), None)
 
-        squared = next((c for c in usual if abs(coef - c * c) <= 1e-3 * c * c), None)
+        squared = next((c for c in usual if abs(coef - c * c) <= SETTING * c * c), None)
         if among(coef) is not None:
             fit.fields["kl_coef"] = among(coef)
         elif fit.factor < 0 and among(-coef) is not None:
@@ -399,7 +337,7 @@ class Screen:
         """Name the factor: 1, recorded accumulation steps, a denominator to be solved, or a mistake. False: none of them."""
         f, fields, by_gradient = fit.factor, fit.fields, fit.residual is not None
         steps = self.batch.accumulation_steps
-        slack = 3 * self.target.gradient_tolerance if by_gradient else 1e-9
+        slack = 3 * self.target.gradient_tolerance if by_gradient else NOTHING
         per_batch = fields["reduction"] not in ("mean_over_window", "sum_over_tokens")
 
         def near(value: float, wanted: float) -> bool:
@@ -418,6 +356,8 @@ class Screen:
             self._solve_denominators(fit, whole if is_whole else 0, slack)
             if by_gradient and self.result.proportional is None:
                 self.result.proportional = Match(fields, (), f, "gradient", fit.residual, remarks=tuple(fit.remarks))
+        if by_gradient and fit.mistakes and not is_whole and not near(f, -1):
+            self._note_mistake_times_a_factor(fit)
         if not with_factors and not is_whole:
             return False
         is_declared = fields["reduction"] == self.declared.get("reduction")
@@ -430,12 +370,30 @@ class Screen:
                 fit.remarks.append("the accumulation steps, which are not recorded, may be these")
             else:
                 fit.mistakes.append("extra_division")
+        elif with_factors and not fit.mistakes and any(near(f, value) for value in self._recorded_ratios()):
+            fit.remarks.append(f"times {f:.6g}, a ratio of recorded counts (accumulation, steps per generation, ranks)")
+            fit.weak = True
         elif with_factors and any(near(f, n) or near(f * steps, n) for n in self._sums()):
             fit.mistakes.append("sum_for_mean")
             fit.remarks.append(f"{f:.6g} times the declared mean")
         else:
             return False
         return True
+
+    def _note_mistake_times_a_factor(self, fit: Fit) -> None:
+        """Keep the first form with a mistake whose gradient and value fit at one unexplained factor.
+
+        A mistake that is a factor itself (a reduction's, a division's) is no evidence at a free one.
+        """
+        has_form = any(name not in FACTOR_MISTAKES for name in fit.mistakes)
+        if self.result.proportional_mistake is not None or not has_form or len(fit.mistakes) > 1 or fit.factor <= 0:
+            return
+        left = 0.0 if self.target.loss is None else self.target.loss - fit.value
+        if abs(left) <= self.target.value_tolerance(fit.span) + abs(fit.value) * self.target.gradient_tolerance:
+            gap = None if self.target.loss is None else left
+            self.result.proportional_mistake = Match(
+                dict(fit.fields), tuple(fit.mistakes), fit.factor, "gradient and value", fit.residual, gap, tuple(fit.remarks)
+            )
 
     def _solve_denominators(self, fit: Fit, whole: int, slack: float) -> None:
         """File the fit with a denominator that the recording lacks and the factor gives: a budget, a window's tokens.
@@ -464,7 +422,7 @@ class Screen:
         if fit.residual is not None and target.loss is not None:
 
             def tolerance(amount: float) -> float:
-                loose = 2e-6 * abs(amount) + abs(fit.value) * target.gradient_tolerance
+                loose = TERM * abs(amount) + abs(fit.value) * target.gradient_tolerance
                 return target.value_tolerance(fit.span) + loose
 
             def left(term: Extra) -> float:

@@ -1,0 +1,7 @@
+"""python -m extensions.settings FILE"""
+
+import rl_lab
+from extensions.settings.command import main
+
+if __name__ == "__main__":
+    rl_lab.run_command(main)

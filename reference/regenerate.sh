@@ -10,26 +10,21 @@ python -B rl_lab.py --algorithm all --output reference/results > reference/print
 python -B plot_results.py --input reference/results --output reference/training-curves.svg
 python -B plot_results.py --atoms --output reference/atoms.svg
 
-for lambda in 0 0.95 1; do
-  python -B ppo_chain.py --seed 7 --gae-lambda $lambda --output reference/results-chain-lambda$lambda > reference/printed/chain-lambda$lambda.txt
-done
+python -B ppo_chain.py --gae-lambda 0,0.95,1 --output reference/results-chain > reference/printed/chain-lambdas.txt
+python -B ppo_chain.py --seed 7 --gae-lambda 0.95 --output reference/results-chain-lambda0.95 > reference/printed/chain.txt
 python -B plot_results.py --input reference/results-chain-lambda0 reference/results-chain-lambda0.95 reference/results-chain-lambda1 --output reference/chain.svg
 
 python -B token_objectives.py --output reference/results-tokens.json > reference/printed/tokens.txt
 
-for n in 0 3 6 12; do
-  python -B rl_lab.py --algorithm dpo --seed 7 --steps 120 --preference-flips $n --output reference/results-dpo-flips$n > reference/printed/dpo-flips$n.txt
-done
+python -B rl_lab.py --algorithm dpo --preference-flips 0,3,6,12 --output reference/results-dpo > reference/printed/dpo-flips.txt
 python -B plot_results.py --input reference/results-dpo-flips0 reference/results-dpo-flips3 reference/results-dpo-flips6 reference/results-dpo-flips12 --output reference/flips.svg
 
-for g in 2 4 8 16; do
-  python -B rl_lab.py --algorithm grpo --seed 7 --steps 120 --group-size $g --grpo-prompts $((128 / g)) --output reference/results-grpo-g$g > reference/printed/grpo-g$g.txt
-done
+python -B rl_lab.py --algorithm grpo --group-size 2,4,8,16 --grpo-prompts 64,32,16,8 --output reference/results-grpo > reference/printed/grpo-sizes.txt
 python -B plot_results.py --input reference/results-grpo-g2 reference/results-grpo-g4 reference/results-grpo-g8 reference/results-grpo-g16 --output reference/group-sizes.svg
 
 # Twenty seeds: the printed medians and the figure are kept, the sixty CSV files are not.
 seeds=$(mktemp -d)
 python -B rl_lab.py --algorithm all --seeds 0-19 --output "$seeds/results-seeds" > "$seeds/printed.txt"
-grep -v '^Files:' "$seeds/printed.txt" > reference/printed/seeds.txt
+sed '/^Files/,$d' "$seeds/printed.txt" > reference/printed/seeds.txt
 python -B plot_results.py --input "$seeds/results-seeds" --output reference/seeds.svg
 rm -r "$seeds"

@@ -114,7 +114,7 @@ def sides_of(A: np.ndarray) -> dict[str, np.ndarray]:
 def cover(closed: np.ndarray, alive: np.ndarray, A: np.ndarray, table: dict[str, np.ndarray]) -> tuple[list[Threshold], np.ndarray]:
     """Thresholds that explain the closed tokens, and the closed tokens that none explains: the cheaper of two orders."""
     options = [_greedy(closed, alive, A, table, first) for first in ((), MOVES[:1], MOVES)]
-    return min(options, key=lambda x: (sum(0.6 if y.natural else 1.2 for y in x[0]) + x[1].sum()))
+    return min(options, key=lambda x: (sum(0.6 if y.natural else 1.4 for y in x[0]) + x[1].sum()))
 
 
 def _greedy(closed, alive, A, table, first: tuple[str, ...]) -> tuple[list[Threshold], np.ndarray]:
@@ -151,11 +151,11 @@ def _threshold(name, place, values, side, member, above, closed, alive, left):
     gained = int((hit & left).sum())
     if not gained:
         return None
+    beyond = v[hit].min()
     still = 1.0 if name == RATIO else 0.0  # where the policy has not moved
-    outward = np.isinf(edge) or (edge >= still - 1e-6 if above else -edge <= still + 1e-6)
+    outward = beyond >= still - 1e-6 if above else -beyond <= still + 1e-6
     usual = above == (side == "A > 0")
     natural = name in MOVES and side != "any A" and outward and (usual or above and name == RATIO)
     price = 0.5 + 0.1 * MOVES.index(name) if natural and usual else 0.9 if natural else 1.5 + 0.05 * place + 0.3 * (side != "any A")
-    beyond = v[hit].min()
     bounds = (edge, beyond) if above else (-edge, -beyond)
     return gained - price, Threshold(side, name, above, *map(float, bounds), int(hit.sum()), natural), hit

@@ -161,6 +161,7 @@ def confirm(found: Account, t: Tokens) -> Account:
     rest = is_closed.copy()
     if found.thresholds:
         table = closed_tokens.quantities(t, guess.gate)
+        hits = []
         for x in found.thresholds:
             v = table[x.quantity] if x.above else -table[x.quantity]
             member = sides[x.side]
@@ -168,8 +169,11 @@ def confirm(found: Account, t: Tokens) -> Account:
             edge = on.max() if len(on) else -np.inf
             # One slot of a million may lie on the edge itself: the sample's bracket stands.
             first = min(abs(x.high), np.inf) if x.above else -x.high
-            hit = is_closed & member & (v > min(edge, first - 0) if edge > first else v > edge)
-            low, high = (edge, v[hit].min()) if hit.any() else (edge, first)
+            hits.append((v, edge, first, is_closed & member & (v > edge)))
+        for x, (v, edge, first, hit) in zip(found.thresholds, hits):
+            others = [h[3] for y, h in zip(found.thresholds, hits) if y.quantity != x.quantity]
+            own = hit & ~np.logical_or.reduce(others) if others else hit  # closed by this threshold and by no other
+            low, high = (edge, v[own if own.any() else hit].min()) if hit.any() else (edge, first)
             low, high = (low, high) if x.above else (-low, -high)
             made.thresholds.append(Threshold(x.side, x.quantity, x.above, float(low), float(high), int(hit.sum()), x.natural))
             rest &= ~hit

@@ -81,6 +81,10 @@ CATALOGUE: dict[str, Mistake] = {
         "a log-probability is above 0",
         "fill unused slots with 0 and leave them out by the mask; a positive fill value reaches every unmasked sum",
     ),
+    "packed_border_counted": Mistake(
+        "a packed row is shifted as one sequence: the last token of one answer predicts the first of the next",
+        "leave the first token of each segment out of the mask, or shift inside each segment",
+    ),
     "mask_not_contiguous": Mistake(
         "the counted tokens of an answer have holes",
         "right if a tool or the environment wrote the tokens in the hole; else build the mask from the answer's length",
@@ -251,6 +255,10 @@ CATALOGUE: dict[str, Mistake] = {
         "the loss uses other recorded numbers in place of the advantages",
         "pass the advantages to every product of the loss",
     ),
+    "std_of_others_is_zero": Mistake(
+        "an advantage is divided by the std of the others of its group, which is 0, plus a small guard",
+        "leave A = R - mean of the others unscaled where the others have no spread, or use the std of the whole group",
+    ),
     "group_of_one": Mistake(
         "a prompt has one answer only: nothing to be compared with",
         "sample at least two answers a prompt, or say what one gets",
@@ -282,6 +290,22 @@ CATALOGUE: dict[str, Mistake] = {
     "reward_minus_value": Mistake(
         "the advantage is reward minus value, not return minus value",
         "subtract the value from the return (or use GAE): else only rewarded tokens get credit",
+    ),
+    "returns_standardised": Mistake(
+        "the critic's targets are standardised, and the advantages are right",
+        "right only if the critic's outputs are standardised by the same numbers; else targets = advantages + values",
+    ),
+    "returns_do_not_fit": Mistake(
+        "the advantages are right, and the returns beside them are not advantages + values",
+        "the critic's target is A + V before the advantages are standardised",
+    ),
+    "advantages_do_not_fit": Mistake(
+        "the returns are right, and the advantages beside them are not returns - values",
+        "A = returns - values, standardised afterwards or not at all",
+    ),
+    "bootstrap_beyond_time_limit": Mistake(
+        "the rewards of environments that were not cut off hold a value of the final observation too",
+        "add gamma V(final observation) where truncated and not terminated, environment by environment",
     ),
     "score_on_wrong_token": Mistake(
         "the score of the answer is not on its last counted token",
@@ -323,6 +347,10 @@ CATALOGUE: dict[str, Mistake] = {
     "preference_loss_differs": Mistake(
         "the loss is another type than declared: the option was not passed on",
         "check that loss_type reaches the loss function",
+    ),
+    "kl_pair_is_own_answer": Mistake(
+        "a pair for KTO's KL holds the row's own answer instead of the answer to another prompt",
+        "shift the answers by one row inside the batch; reversing an odd batch leaves the middle row with its own answer",
     ),
     "low_accuracy": Mistake(
         "fewer than half of the pairs have a positive margin", "right early on or on hard pairs; else check the column order"

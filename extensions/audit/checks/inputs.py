@@ -12,6 +12,7 @@ import torch
 
 from extensions.audit.catalogue import Finding, finding
 from extensions.audit.checks.advice import unread_words
+from extensions.audit.checks.consistency import CONSISTENCY, first_pass_places
 from extensions.audit.read.recording import Recording
 from extensions.audit.search.level import in_level_group
 from extensions.audit.read.masks import last_counted
@@ -116,6 +117,7 @@ def input_findings(recording: Recording) -> list[Finding]:
         _reset_rows,
         _scores,
         _logs,
+        *CONSISTENCY,
     ):
         out += check(recording)
     return out
@@ -289,6 +291,7 @@ def _ratios(recording: Recording) -> list[Finding]:
         for name, neutral in (("temperature", 1), ("top_k", 0)):
             if recording.number(name, neutral) not in (neutral, 0):
                 text += f" {name} {recording.number(name):g} is recorded: the sampler's distribution is not the trainer's."
+        text += first_pass_places(recording, np.abs(np.where(mask, new - old, 0)) > RATIO)
         out.append(
             finding(
                 "first_pass_ratio_not_one",

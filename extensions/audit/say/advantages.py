@@ -148,8 +148,10 @@ def say_time(recording: Recording, report: Report) -> None:
     report.missing += result.missing
     if result.matches:
         for m in result.matches[:3]:
-            lines.append(f"{m.label()}, with terminated and boundary apart, gives the reported {m.reads}")
+            words = f" ({m.remark})" if m.remark else ""
+            lines.append(f"{m.label()}, with terminated and boundary apart, gives the reported {' and '.join(m.fits)}{words}")
         lines.append(f"{result.tried} rules tried; largest difference {result.matches[0].gap:.1e}")
+        report.findings += [finding(name, severity, evidence) for name, severity, evidence in result.unfit.values()]
     elif result.mistakes:
         _say_mistakes(result, report)
     else:

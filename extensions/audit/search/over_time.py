@@ -30,6 +30,7 @@ class Timeline:
     has_final_values: bool
     flagged: np.ndarray  # boundary as recorded, without the end of the buffer
     after_last: np.ndarray  # (E,) value after the last step
+    paid: np.ndarray | None = None  # the rewards that the trainer went on with, where the environment's stand beside them
     gamma: float | None = None
 
 
@@ -124,6 +125,7 @@ def timeline(recording: Recording) -> tuple[Timeline | None, list[str]]:
             has_final,
             flagged,
             after,
+            x["rewards"] if x["env_rewards"] is not None else None,
             number if number is not None else gamma,
         ),
         missing,
@@ -250,48 +252,80 @@ def search_time(recording: Recording) -> AdvantageResult:
         return result
     x.next_values = np.where(np.isfinite(x.next_values), x.next_values, 0.0)
     result.checked = True
-    gammas = dict.fromkeys([g for g in (x.gamma, *GAMMAS) if g is not None])
-    known = recording.number("lam")
-    lams = dict.fromkeys([lam for lam in (known, *LAMS) if lam is not None])
     base = {"r": x.rewards, "v": x.values, "vn": x.next_values, "terminated": x.terminated, "boundary": x.boundary}
-
-    def compare(arrays: dict, mistake: str | None, where: np.ndarray | None) -> None:
-        for gamma, lam in itertools.product(gammas, lams):
-            result.tried += 1
-            A = _gae(**arrays, gamma=gamma, lam=lam)
-            for name, reported in x.reported.items():
-                made = A if name == "advantages" else A + x.values
-                tolerance = (
-                    TERM * max(1.0, float(np.abs(reported).max())) * (1 if recording.eps < COARSE else recording.eps / 1e-6)
-                )
-                gap = float(np.abs(made - reported).max())
-                if gap <= tolerance:
-                    rows = () if where is None else tuple(np.flatnonzero(where.any(1)).tolist())
-                    steps = [] if where is None else np.argwhere(where)[:6].tolist()
-                    words = "" if where is None else "row, step: " + ", ".join(f"({e}, {t})" for e, t in steps)
-                    match = AdvantageMatch(
-                        {"baseline": "gae", "gamma": gamma, "lam": lam, "scale": "none"},
-                        (mistake,) if mistake else (),
-                        gap,
-                        rows,
-                        words,
-                        name,
-                    )
-                    (result.mistakes if mistake else result.matches).append(match)
-                    break
-
-    compare(base, None, None)
+    _compare_over_time(recording, x, base, result)
+    if not result.matches and x.paid is not None:
+        # Normalised or clipped rewards; then rewards into which the value at a time limit was paid.
+        changed = {**base, "r": x.paid}
+        _compare_over_time(recording, x, changed, result, words="on `rewards`, not on `env_rewards`")
+        if not result.matches:
+            ended = {**changed, "terminated": x.terminated | (x.flagged & ~x.terminated)}
+            _compare_over_time(recording, x, ended, result, words="the value at a time limit stands in `rewards`")
     if not result.matches:
         for name, arrays, where in time_edits(x):
             if any((arrays[k] != base[k]).any() for k in base):
-                compare(arrays, name, where)
-        if "advantages" in x.reported:
-            result.tried += 1
-            gap = float(np.abs(x.rewards - x.values - x.reported["advantages"]).max())
-            if gap <= TERM * max(1.0, float(np.abs(x.rewards).max())):
-                result.mistakes.append(
-                    AdvantageMatch(
-                        {"baseline": "gae", "gamma": 0.0, "lam": 0.0, "scale": "none"}, ("reward_minus_value",), gap
-                    )
-                )
+                _compare_over_time(recording, x, arrays, result, name, where)
+        _reward_minus_value(x, result)
+    if result.matches:
+        result.unfit = _unfit(recording, x, result.matches)
     return result
+
+
+def _rounding(recording: Recording, reported: np.ndarray) -> float:
+    return TERM * max(1.0, float(np.abs(reported).max())) * (1 if recording.eps < COARSE else recording.eps / 1e-6)
+
+
+def _compare_over_time(
+    recording: Recording, x: Timeline, arrays: dict, result: AdvantageResult, mistake=None, where=None, words: str = ""
+) -> None:
+    """Every gamma and lambda on these arrays; what fits becomes a match, or a mistake."""
+    gammas = dict.fromkeys([g for g in (x.gamma, *GAMMAS) if g is not None])
+    lams = dict.fromkeys([lam for lam in (recording.number("lam"), *LAMS) if lam is not None])
+    rows = () if where is None else tuple(np.flatnonzero(where.any(1)).tolist())
+    steps = [] if where is None else np.argwhere(where)[:6].tolist()
+    words = words if where is None else "row, step: " + ", ".join(f"({e}, {t})" for e, t in steps)
+    for gamma, lam in itertools.product(gammas, lams):
+        result.tried += 1
+        A = _gae(**arrays, gamma=gamma, lam=lam)
+        made = {"advantages": A, "returns": A + x.values}
+        gaps = {name: float(np.abs(made[name] - reported).max()) for name, reported in x.reported.items()}
+        fits = tuple(name for name, gap in gaps.items() if gap <= _rounding(recording, x.reported[name]))
+        if fits:
+            fields = {"baseline": "gae", "gamma": gamma, "lam": lam, "scale": "none"}
+            match = AdvantageMatch(
+                fields, (mistake,) if mistake else (), gaps[fits[0]], rows, words, fits[0], fits, made
+            )
+            (result.mistakes if mistake else result.matches).append(match)
+
+
+def _reward_minus_value(x: Timeline, result: AdvantageResult) -> None:
+    if "advantages" not in x.reported:
+        return
+    result.tried += 1
+    gap = float(np.abs(x.rewards - x.values - x.reported["advantages"]).max())
+    if gap <= TERM * max(1.0, float(np.abs(x.rewards).max())):
+        fields = {"baseline": "gae", "gamma": 0.0, "lam": 0.0, "scale": "none"}
+        result.mistakes.append(AdvantageMatch(fields, ("reward_minus_value",), gap))
+
+
+def _unfit(recording: Recording, x: Timeline, matches: list[AdvantageMatch]) -> dict[str, tuple[str, str, str]]:
+    """Reported array that no match gives -> (finding, severity, evidence); standardised advantages are no finding.
+
+    reported = slope made + level is solved by least squares; made is of the first match, which gives the other array.
+    A mistake where it is certain (turned round, or the same number everywhere), else a warning.
+    """
+    found = {}
+    for name in x.reported.keys() - {name for match in matches for name in match.fits}:
+        made, reported = matches[0].made[name], x.reported[name]
+        slope, level = np.polyfit(made.ravel(), reported.ravel(), 1) if np.ptp(made) > 0 else (0.0, float(reported.mean()))
+        straight = float(np.abs(slope * made + level - reported).max()) <= _rounding(recording, reported)
+        words = f"{name} of step 0 are {reported[0, 0]:.6g}, from {matches[0].label()} {made[0, 0]:.6g}"
+        if straight and slope > 0 and abs(slope - 1) + abs(level) > TERM:
+            if name == "returns":
+                evidence = f"{words}: all are {slope:.6g} times that {level:+.6g}."
+                found[name] = ("returns_standardised", "warning", evidence)
+        elif straight and slope < 0 and name == "advantages":
+            found[name] = ("advantage_sign", "mistake", f"{words}.")
+        else:
+            found[name] = (f"{name}_do_not_fit", "mistake" if straight else "warning", f"{words}.")
+    return found

@@ -53,6 +53,8 @@ class AdvantageMatch:
     rows: tuple[int, ...] = ()
     remark: str = ""
     reads: str = "advantages"  # or "returns"
+    fits: tuple[str, ...] = ()  # every reported array that it gives, over time
+    made: dict | None = field(default=None, compare=False, repr=False)  # those arrays, recomputed
 
     def label(self) -> str:
         return describe(self.fields)
@@ -66,6 +68,7 @@ class AdvantageResult:
     missing: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     checked: bool = False  # advantages and what a rule needs were there
+    unfit: dict[str, tuple[str, str, str]] = field(default_factory=dict)  # reported array that no match gives -> finding
 
 
 def describe(fields: dict) -> str:

@@ -276,12 +276,15 @@ REWARD_CLIPS: dict[str, Choice] = {
         numbers=(REWARD_LIMIT,)),
 }  # fmt: skip
 
+NO_SPREAD = 1e-30  # of a variance of rewards of order one: what the rounding of equal rewards leaves, squared
 GUARDS: dict[str, Choice] = {
     "add": Choice("x / (std + eps)", lambda x, variance, eps: x / (variance.sqrt() + eps)),
     "inside": Choice("x / sqrt(var + eps)", lambda x, variance, eps: x / (variance + eps).sqrt()),
     "floor": Choice("x / max(std, eps)", lambda x, variance, eps: x / variance.sqrt().clamp(min=eps)),
     "floor_variance": Choice("x / sqrt(max(var, eps))", lambda x, variance, eps: x / variance.clamp(min=eps).sqrt()),
-}
+    "add_or_leave": Choice("x / (std + eps), and x itself where std is 0",
+        lambda x, variance, eps: torch.where(variance <= NO_SPREAD, x, x / (variance.sqrt() + eps))),
+}  # fmt: skip
 
 
 def divide_by_std(row: Row, x: Tensor, variance: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ def slow_advantages(row: objectives.Row, rewards: list[float], groups: list[int]
             "inside": lambda: x / math.sqrt(std**2 + row.std_eps),
             "floor": lambda: x / max(std, row.std_eps),
             "floor_variance": lambda: x / math.sqrt(max(std**2, row.std_eps)),
+            "add_or_leave": lambda: x / (std + row.std_eps) if std > 1e-15 else x,
         }[row.std_guard]()
 
     if row.reward_clip == "before_baseline":

@@ -131,6 +131,10 @@ class Advantages(unittest.TestCase):
         self.assertAlmostEqual(self.of(row, rewards=[1.0, 0.0, 0.5], groups=[0, 0, 0])[0], 0.75 / math.sqrt(0.125), 12)
         with self.assertRaisesRegex(ValueError, "fewer than three answers"):
             self.of(row, rewards=[1.0, 0.0], groups=[0, 0])
+        # [1, 0, 0]: the others of 1 agree. Left alone it is 1 - 0; divided by 0 + 1e-6 it would be a million.
+        left = replace(row, std_guard="add_or_leave", std_eps=1e-6)
+        self.assert_all_close(self.of(left, rewards=[1.0, 0, 0], groups=[0] * 3), [1.0, *[-0.5 / (math.sqrt(0.5) + 1e-6)] * 2])
+        self.assertGreater(self.of(replace(left, std_guard="add"), rewards=[1.0, 0, 0], groups=[0] * 3)[0], 9e5)
         row = replace(ROWS["grpo"], kl="none", scale="group_mean", std_eps=0.0)
         self.assert_all_close(self.of(row, rewards=[1.0, 0, 0, 1], groups=[0] * 4), [1.0, -1.0, -1.0, 1.0])
         self.assert_all_close(self.of(row, rewards=[1.0, 0, 0, 0], groups=[0] * 4), [3.0, -1.0, -1.0, -1.0])

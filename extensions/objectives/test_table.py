@@ -36,7 +36,7 @@ class TheTable(GradientCase):
             unused = set(values) - {getattr(row, field) for row in rows}
             by_name = {"floor_variance", "batch_std_of_raw_rewards", "clip_replace", "before_baseline", "after_baseline"}
             by_name |= set(values) if field == "entropy_reduction" else set()  # those of `reduction`, one by one
-            by_name |= {"batch_mean", "leave_one_out_std", "group_mean", "slots", "answer_mean"}
+            by_name |= {"batch_mean", "leave_one_out_std", "group_mean", "slots", "answer_mean", "add_or_leave"}
             self.assertLessEqual(unused, by_name | ({"none"} if field == "centre" else set()), field)
 
     def test_every_array_that_a_choice_needs_is_named(self):

@@ -35,10 +35,13 @@ def say_advantages(recording: Recording, declared: Declared | None, result: Adva
         if declared is not None and not declared.is_pairs:
             _declared_advantages(declared, matches, report)
         elif report.batch.get("groups", 1) > 1 and all(
-            m.fields.get("baseline") == "none" and m.fields.get("scale") == "batch_std" for m in matches
+            m.fields.get("baseline") == "batch_mean"
+            or m.fields.get("baseline") == "none"
+            and m.fields.get("scale") == "batch_std"
+            for m in matches
         ):
             evidence = f"{report.batch['groups']} groups are recorded and not used: {matches[0].label()}; "
-            evidence += "right for REINFORCE++, wrong for GRPO."
+            evidence += "right for REINFORCE++ and for a mean of the batch, wrong for GRPO."
             report.findings.append(finding("groups_pooled", "warning", evidence))
         _baseline_notes(recording, matches, report)
     elif mistakes:
@@ -105,11 +108,10 @@ def _declared_advantages(declared: Declared, matches, report: Report) -> None:
             key = "sample_for_population_std" if value == 1 else "population_for_sample_std"
         elif name in ("baseline", "scale", "credit", "reward_parts"):
             # A mean and a std over the whole batch are another estimator's rule, and what pooled groups amount to.
-            pooled = (
-                got.fields.get("baseline") == "none"
-                and got.fields.get("scale") in ("batch_std", "token_std")
-                and wanted["baseline"] in ("group_mean", "leave_one_out")
+            over_batch = got.fields.get("baseline") == "batch_mean" or (
+                got.fields.get("baseline") == "none" and got.fields.get("scale") in ("batch_std", "token_std")
             )
+            pooled = over_batch and wanted["baseline"] in ("group_mean", "leave_one_out")
             key = "groups_pooled" if pooled else "advantage_rule_differs"
         else:
             key = _ADVANTAGE_FINDINGS.get(name, "advantage_rule_differs")

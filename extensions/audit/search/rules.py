@@ -77,6 +77,7 @@ def describe(fields: dict) -> str:
         "none": "R",
         "group_mean": "R - group mean",
         "leave_one_out": "R - mean of the others",
+        "batch_mean": "R - mean of the batch",
         "length_weighted_mean": "R - length-weighted group mean",
         "best_minus_second": "best - second for the best answer",
         "greedy": "R - reward of the greedy answer",
@@ -92,6 +93,8 @@ def describe(fields: dict) -> str:
         text += f", R less {f['kl_coef']:g} times the KL (k1)"
     scales = {
         "group_std": "std of the group",
+        "leave_one_out_std": "std of the others",
+        "group_mean": "mean of the group",
         "batch_std_of_raw_rewards": "std of the batch's raw rewards",
         "batch_std": "std of the batch",
         "token_std": "std over the batch's tokens",
@@ -104,6 +107,7 @@ def describe(fields: dict) -> str:
             "inside": "sqrt(var + {:g})",
             "floor": "floor {:g}",
             "floor_variance": "variance floor {:g}",
+            "add_or_leave": "+ {:g}, unscaled where that is 0",
         }
         text = f"({text}) / {scales[f['scale']]}, ddof {f['std_ddof']}, " + guard[f.get("std_guard", "add")].format(
             f["std_eps"]
@@ -148,6 +152,16 @@ def advantage_batch(recording: Recording, **overrides) -> Batch:
     given |= overrides
     given = {name: value for name, value in given.items() if value is not None}
     return make_batch(logps=np.zeros(mask.shape), mask=mask, allow_empty_rows=True, dtype=torch.float64, **given)
+
+
+def later_group_rules() -> Iterator[dict]:
+    """Rules of newer trainers: the spread of the others, MaxRL's division by the mean, one mean for the whole batch."""
+    for ddof, eps, guard in ((1, 1e-6, "add"), (1, 1e-6, "add_or_leave"), (1, 1e-4, "add"), (0, 1e-6, "add")):
+        scale = {"scale": "leave_one_out_std", "std_ddof": ddof, "std_eps": eps, "std_guard": guard}
+        yield {"baseline": "leave_one_out", **scale, "singleton": "zero"}
+    for eps in (1e-6, 1e-8, 0.0):
+        yield {"baseline": "group_mean", "scale": "group_mean", "std_ddof": 0, "std_eps": eps, "singleton": "zero"}
+    yield {"baseline": "batch_mean", "scale": "none"}
 
 
 def rules(recording: Recording, batch: Batch) -> Iterator[dict]:
@@ -225,6 +239,7 @@ def rules(recording: Recording, batch: Batch) -> Iterator[dict]:
                 "singleton": "zero",
                 **missing,
             }
+        yield from ({**fields, **missing} for fields in later_group_rules())
     is_whole = batch.row_ids is None or batch.token_level_rewards is not None  # not a micro-batch of a generation batch
     if has_rewards:
         yield {"baseline": "none", "scale": "none", **missing}

@@ -81,6 +81,10 @@ CATALOGUE: dict[str, Mistake] = {
         "a log-probability is above 0",
         "fill unused slots with 0 and leave them out by the mask; a positive fill value reaches every unmasked sum",
     ),
+    "tool_tokens_in_gae": Mistake(
+        "the recursion of GAE takes tokens that a tool or the environment wrote for steps of the policy",
+        "carry the advantage and the next value over such tokens unchanged; a step in time is a token of the policy",
+    ),
     "packed_border_counted": Mistake(
         "a packed row is shifted as one sequence: the last token of one answer predicts the first of the next",
         "leave the first token of each segment out of the mask, or shift inside each segment",
@@ -141,6 +145,14 @@ CATALOGUE: dict[str, Mistake] = {
     "min_before_multiplying": Mistake(
         "the minimum is taken between ratio and clipped ratio, before multiplying by the advantage",
         "multiply first: min(r A, clip(r) A); with A < 0 the two orders differ",
+    ),
+    "advantages_mixed_in_products": Mistake(
+        "the two products of the clip have different advantages: one raw, one standardised",
+        "standardise the advantages once, before the first product",
+    ),
+    "clip_part_by_part": Mistake(
+        "the clip acts on the ratio of each part of an action, not on their product",
+        "sum the log-probabilities of all parts first; one action has one ratio",
     ),
     "dual_clip_on_positive": Mistake(
         "the dual clip's floor c A is used where A > 0 as well", "apply max(., c A) only where A < 0"
@@ -417,6 +429,8 @@ NOTES: dict[str, str] = {
     "divided_by_whole_number": "the loss equals the row divided by a whole number: right if that is the number of "
     "accumulation steps",
     "unnamed_combination": "every choice is a known one, and no named row of the table combines them this way",
+    "sampler_correction_absent": "the sampler's log-probabilities are recorded and the loss does not correct for them: right if "
+    "that is meant, else one code path of the trainer leaves the correction out",
     "log_density_above_0": "log-probabilities above 0 are densities of real-valued actions: nothing is wrong",
 }
 

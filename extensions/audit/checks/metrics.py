@@ -48,6 +48,8 @@ def _kl_named(recording, lines, a, mask, array, number) -> list[Finding]:
     """Which estimator, between which policies, averaged how, gives the reported KL; and its sign on a small sample."""
     matched = _kl_matches(_kl_candidates(a, mask), recording, mask, array, number)
     out = []
+    if not matched and number is not None:
+        matched = _kl_over_padding(a, mask, number, recording.eps)
     right = [m for m in matched if m[1] is None]
     if right:
         name, _, how, slope = right[0]
@@ -70,6 +72,23 @@ def _kl_named(recording, lines, a, mask, array, number) -> list[Finding]:
     elif number is not None or array is not None:
         lines.append("kl: none of the estimators gives it")
     return out + _negative_k1(a, mask, number)
+
+
+def _kl_over_padding(a: dict, mask: np.ndarray, number: float, eps: float) -> list[tuple]:
+    """The estimators with whatever the unused slots hold taken in, as _kl_matches returns them."""
+    l, lr = a.get("logps"), a.get("ref_logps")
+    if l is None or lr is None or l.shape != mask.shape or mask.all() or not (np.isfinite(l) & np.isfinite(lr)).all():
+        return []
+    d, found = l - lr, []
+    for name, value in (("k1", d), ("k2", d * d / 2), ("k3", np.exp(-d) + d - 1)):
+        for how, computed in (
+            ("mean of the answers' sums", value.sum(1).mean()),
+            ("mean over tokens", value.sum() / mask.sum()),
+            ("mean over all slots", value.mean()),
+        ):
+            if _near(number, computed, eps):
+                found.append((f"{name} of the policy to the reference", "padding_counted", f"{how}, padding taken in", None))
+    return found
 
 
 def _kl_candidates(a: dict, mask: np.ndarray) -> list[tuple[str, str | None, np.ndarray, np.ndarray | None]]:

@@ -14,6 +14,7 @@ import numpy as np
 from extensions.audit.reading.closed import RATIO
 from extensions.audit.reading.gates import GATES, KL_FORMS, LIKELIHOOD
 from extensions.audit.reading.reading import Reading
+from extensions.audit.reading.written import written_out
 
 
 class Named(NamedTuple):
@@ -25,7 +26,13 @@ class Named(NamedTuple):
 
 def named(reading: Reading) -> list[Named]:
     """Mistakes in the factors that were read. Nothing is said of a reading that leaves many tokens open."""
-    if reading.gate is None or not _is_close(reading):
+    if reading.gate is None:
+        return []
+    if not reading.complete:
+        whole = written_out(reading.account.guess.facts, reading.value_recorded)
+        if whole is not None:
+            return [Named(whole[0], "mistake", whole[1])]
+    if not _is_close(reading):
         return []
     found = [*_mask(reading), *_sign(reading), *_advantages(reading)]
     if reading.value_agrees is not False:  # a mistake of the loss itself must give the reported value, too

@@ -57,8 +57,17 @@ def other_rows(f: Facts) -> np.ndarray | None:
                 continue
             order = np.arange(n)
             order[alive] = nearest
+            order[~alive] = _left_over(order[alive], np.flatnonzero(~alive))
             own = abs(A[order] - A) <= SAME * abs(A)
             if (~own[alive]).sum() >= 2:
                 # Rows with the same advantage are taken in order, so that each is used once where it can be.
                 return order
     return None
+
+
+def _left_over(taken: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """For rows without an open token, by elimination: an advantage that no other row has, its own where that is left."""
+    left = [i for i in range(len(taken) + len(rows)) if i not in set(taken.tolist())]
+    own = [row for row in rows.tolist() if row in left]
+    others = iter([i for i in left if i not in own])
+    return np.array([row if row in own else next(others, row) for row in rows.tolist()], dtype=int)

@@ -142,8 +142,8 @@ ROLLOUT_NAMES = ("rollout", "sampl", "infer", "behav", "vllm", "sglang", "gen_lo
 
 
 def is_rollout(name: str, values: np.ndarray) -> bool:
-    """Whether a recorded array is the sampler's own log-probabilities, by its name and range."""
-    return any(part in name.lower() for part in ROLLOUT_NAMES) and (values <= 1e-6).all() and (values < -1e-3).any()
+    """Whether a recorded array is the sampler's own log-probabilities: the table of names says so, or its name and range do."""
+    return name == "sampler_logps" or any(part in name.lower() for part in ROLLOUT_NAMES) and (values <= 1e-6).all() and (values < -1e-3).any()
 
 
 def facts_from(recording: Recording, advantages: np.ndarray) -> list[Facts]:

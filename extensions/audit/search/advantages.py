@@ -21,7 +21,7 @@ from torch import Tensor
 
 from extensions.audit.read.recording import Recording
 from extensions.audit.search.level import in_level_group
-from extensions.audit.read.masks import last_counted
+from extensions.audit.read.masks import last_counted, mask_edits
 from extensions.audit.search.rules import KL_IN_REWARD, AdvantageMatch, AdvantageResult, advantage_batch, rules
 from extensions.audit.tolerance import ADVANTAGE, COARSE, TWO_ULPS
 from extensions.objectives import Batch, Row, arrange_groups, compute_advantages, standardise_over_tokens
@@ -34,7 +34,7 @@ class _Reported(NamedTuple):
 
     def gap(self, made: Tensor, slack: float = 1.0) -> float | None:
         """Largest difference, or None where one is beyond the rounding of its row."""
-        apart = (made - self.values).abs()
+        apart = torch.where(self.mask, made - self.values, 0.0).abs()
         return float(apart.max()) if bool((apart <= slack * self.tolerance).all()) else None
 
 
@@ -345,6 +345,8 @@ def _mistakes(recording: Recording, batch: Batch, reported: _Reported, result: A
             ]
     if raw:
         _padded_whitening(arrays["advantages_raw"], arrays["mask"], reported, result)
+    if batch.values is not None:
+        _steps_of_tools(recording, raw, reported, result)
     if batch.values is not None or arrays["mask"].shape[1] > 1:
         _misplaced_scores(recording, batch, reported, result, edited)
         _reward_minus_value(recording, batch, reported, result)
@@ -372,6 +374,24 @@ def _padded_whitening(raw: np.ndarray, mask: np.ndarray, reported: _Reported, re
                     f"mean over {mask.size} slots, variance over {mask.sum()}",
                 )
             )
+
+
+def _steps_of_tools(recording: Recording, raw: dict, reported: _Reported, result: AdvantageResult) -> None:
+    """GAE that takes a tool's tokens for steps of the policy: the recursion runs over the holes, and over what follows."""
+    mask, attention = recording.arrays["mask"], recording.get("attention_mask")
+    wider = {"tool_tokens": mask_edits(recording).get("tool_tokens_counted")}
+    if attention is not None and attention.shape == mask.shape:
+        wider["attention_mask"] = mask | attention.astype(bool)
+    for words, steps in wider.items():
+        if steps is None or (steps == mask).all():
+            continue
+        try:
+            batch = advantage_batch(recording, mask=steps, **raw)
+        except (ValueError, TypeError):
+            continue
+        rows = np.flatnonzero((steps & ~mask).any(1))
+        remark = f"{(steps & ~mask).sum()} tokens written by a tool or the environment are steps"
+        _try_all(recording, batch, reported, result, "tool_tokens_in_gae", rows, remark)
 
 
 def _misplaced_scores(recording: Recording, batch: Batch, reported: _Reported, result: AdvantageResult, edited) -> None:

@@ -139,9 +139,9 @@ _ADVANTAGE_ARRAYS = (
 ).split()
 
 
-def advantage_batch(recording: Recording, **overrides) -> Batch:
+def advantage_batch(recording: Recording, mask: np.ndarray | None = None, **overrides) -> Batch:
     arrays = recording.arrays
-    mask = arrays["mask"]
+    mask = arrays["mask"] if mask is None else mask
     given = {name: arrays[name] for name in _ADVANTAGE_ARRAYS if name in arrays}
     if not ("row_ids" in given and "gen_rewards" in given):
         given = {name: value for name, value in given.items() if not name.startswith("gen_") and name != "row_ids"}

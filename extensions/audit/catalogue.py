@@ -98,6 +98,10 @@ CATALOGUE: dict[str, Mistake] = {
         "the loss is divided once more by a whole number: accumulation steps, ranks or micro-batches",
         "a loss that is already normalised over the window must be summed over its micro-batches and ranks, not averaged",
     ),
+    "generation_tokens_for_step": Mistake(
+        "the loss of one optimiser step is divided by the tokens of the whole generation batch",
+        "divide by the tokens that this step accumulates: sum them over its micro-batches and ranks before the first backward",
+    ),
     "sum_for_mean": Mistake(
         "a sum stands where a mean belongs: the number of rows or tokens is not divided out",
         "divide by what the declared reduction divides by; else the step size grows with the batch",
@@ -348,6 +352,14 @@ CATALOGUE: dict[str, Mistake] = {
     ),
     "dpo_mean_for_sum": Mistake(
         "per-token means stand where sums are declared, or the reverse", "DPO's log pi(y | x) is the sum over the answer"
+    ),
+    "length_of_other_tokens": Mistake(
+        "the sum of an answer's log-probabilities and the length it is divided by count different tokens",
+        "take both from one mask: (logps * mask).sum() / mask.sum()",
+    ),
+    "odds_constant": Mistake(
+        "the odds are p / (c - p) with a c other than 1: biased where the policy is sure of an answer",
+        "odds = s - log(-expm1(s)) is exact up to s = 0, and needs no constant",
     ),
     "smoothing_variant": Mistake(
         "label smoothing follows another variant than declared", "cDPO mixes the flipped loss in, robust DPO subtracts it"

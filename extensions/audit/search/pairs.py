@@ -17,6 +17,7 @@ from torch import Tensor
 
 from extensions.audit.read.recording import Recording
 from extensions.audit.read.masks import mask_edits
+from extensions.audit.search.pair_edits import odds_with_another_constant, other_lengths
 from extensions.audit.search.screen import FACTORS
 from extensions.audit.tolerance import COARSE, FACTOR, PAIR_GRADIENT, PAIR_VALUE, SHOWN, TERM
 from extensions.objectives import PREFERENCE_ROWS, PreferenceRow, Preferences, evaluate_preference, make_preferences
@@ -437,3 +438,5 @@ def _edits(recording: Recording, data: Preferences, rows, compare: _Compare, dat
                 continue
             for row in plain:
                 compare.try_row(row, edited, (name,))
+        other_lengths(recording, plain, compare, build)
+        odds_with_another_constant(plain, data, compare)

@@ -26,7 +26,10 @@ SAMPLE_TOKENS = 20_000  # gradients are compared on about this many slots first
 _NO_EXTRA: list[Extra] = [({}, 0.0, None)]
 DEGENERATE = 1e-9
 """Below this share the policy's and the KL's slopes are parallel: their two amounts cannot be solved for."""
-FACTOR_MISTAKES = ("dropped_rows_in_denominator", "padding_in_denominator", "sum_for_mean", "extra_division", "loss_sign")
+FACTOR_MISTAKES = (
+    *("dropped_rows_in_denominator", "padding_in_denominator", "sum_for_mean", "extra_division", "loss_sign"),
+    "generation_tokens_for_step",
+)
 """Mistakes that amount to a factor of the whole loss, or of its KL."""
 _OWN_DENOMINATOR = ("sum_over_tokens", "sum_over_width")
 """Reductions for which a division by a whole number says nothing: a count of the batch would do it."""
@@ -280,6 +283,14 @@ class Screen:
         products = {math.prod(chosen) for k in range(len(counts) + 1) for chosen in itertools.combinations(counts, k)}
         return sorted({a / b for a in products for b in products} - {1.0})
 
+    def _share_of_generation(self) -> float:
+        """Tokens of one optimiser step over those of the generation batch that num_items_in_batch counts; 0: not recorded."""
+        number = self.recording.number
+        generation = number("steps_per_generation", 0)
+        if not generation or not number("num_items_in_batch") or generation == self.batch.accumulation_steps:
+            return 0.0
+        return self.batch.accumulation_steps / generation
+
     def _sums(self) -> list[float]:
         rows, tokens = len(self.batch.mask), int(self.batch.lengths.sum())
         return [float(n) for n in dict.fromkeys((rows, tokens)) if n > 1]
@@ -349,6 +360,13 @@ class Screen:
         if steps > 1 and per_batch and not self.is_whole_window and near(f * steps, 1):
             fields["accumulation"] = "divide"
             fit.factor = 1.0
+            return True
+        if fields["reduction"] == "mean_over_window" and near(f, self._share_of_generation()):
+            fit.mistakes.append("generation_tokens_for_step")
+            fit.remarks.append(
+                f"num_items_in_batch counts the generation batch; one step has {self._share_of_generation():.4g} of it "
+                "(accumulation_steps / steps_per_generation)"
+            )
             return True
         whole = round(1 / f) if f and abs(1 / f) < 1e9 else 0
         is_whole = whole > 0 and near(f * whole, 1)

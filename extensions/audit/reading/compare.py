@@ -28,10 +28,15 @@ def named(reading: Reading) -> list[Named]:
     """Mistakes in the factors that were read. Nothing is said of a reading that leaves many tokens open."""
     if reading.gate is None:
         return []
-    if not reading.complete:
+    found = _factor_by_factor(reading)
+    if found or not reading.complete:
         whole = written_out(reading.account.guess.facts, reading.value_recorded)
         if whole is not None:
             return [Named(whole[0], "mistake", whole[1])]
+    return found
+
+
+def _factor_by_factor(reading: Reading) -> list[Named]:
     if not _is_close(reading):
         return []
     found = [*_mask(reading), *_sign(reading), *_advantages(reading)]
@@ -108,6 +113,8 @@ def _widths(r: Reading, on: dict) -> list[Named]:
     high = low if high is None else high
     if low is None or r.account.guess.solved is not None:
         return []
+    if r.complete and any(x.quantity != RATIO for x in r.closed):
+        return []  # the recorded widths are those of another quantity, and the loss is explained in full
     wanted = {("A > 0", True): 1 + high, ("A < 0", False): 1 - low}
     exchanged = {("A > 0", True): 1 + low, ("A < 0", False): 1 - high}
     off = [k for k, x in on.items() if k in wanted and not _holds(x, wanted[k])]

@@ -66,7 +66,10 @@ def written_out(f: Facts, loss: float | None) -> tuple[str, str] | None:
         for entry in WRITTEN:
             for words, J, slope in entry.makes(f, low, high):
                 for law_words, law in LAWS.values():
-                    evidence = _compared(f, loss, J, slope, law(f)[:, None], law_words)
+                    weights = law(f)
+                    if weights is None:  # this batch has nothing that the law needs
+                        continue
+                    evidence = _compared(f, loss, J, slope, weights[:, None], law_words)
                     if evidence is not None:
                         return entry.mistake, (f"{words[0].upper()}{words[1:]}: " if words else "") + evidence
     return None

@@ -22,12 +22,12 @@ def say_reading(reading: Reading | None, report: Report) -> None:
     report.lines["reading"] = gradient_lines(reading)
     report.findings += _sampler_not_used(reading)
     unexplained = [f for f in report.findings if f.name in NOT_EXPLAINED]
-    if not unexplained or reading.gate is None:
+    if not unexplained and "unexplained_factor" not in report.named() or reading.gate is None:
         return
     mistakes = [finding(x.name, x.severity, x.evidence, x.rows) for x in named(reading)]
     if mistakes:
         _replace(report, unexplained, mistakes)
-    elif reading.complete:
+    elif reading.complete and unexplained:
         kept = [f for f in unexplained if f.name == "declared_not_seen"]
         _replace(report, [f for f in unexplained if f not in kept], [])
         report.loss["explained_by"] = "reading"

@@ -107,6 +107,8 @@ def build(recording: Recording, mask: np.ndarray | None = None) -> Preferences:
     if has_tokens and (not needs_pairs or len(a["logps"]) == 2 * a["chosen_logps"].size):
         given = {name: a[name] for name in ("ref_logps", "labels", "kl_seq_logps", "ref_kl_seq_logps") if name in a}
         return make_preferences(logps=a["logps"], mask=a["mask"] if mask is None else mask, dtype=torch.float64, **given)
+    if not needs_pairs and "seq_logps" in a and "labels" in a:
+        return _of_labelled_sums(recording)
     if "chosen_logps" not in a or "rejected_logps" not in a:
         raise ValueError("chosen_logps and rejected_logps: both are needed, or logps with the chosen half first")
     sides = {
@@ -121,6 +123,16 @@ def build(recording: Recording, mask: np.ndarray | None = None) -> Preferences:
             f"pairs: got lengths {sorted({len(s) for s in sides.values()})}, wanted one number a pair in every array"
         )
     return make_preferences(dtype=torch.float64, **sides)
+
+
+def _of_labelled_sums(recording: Recording) -> Preferences:
+    """KTO on log-probabilities of whole answers: each answer is one slot. Raises ValueError."""
+    a = recording.arrays
+    logps = a["seq_logps"].reshape(-1, 1)
+    given = {name: a[name] for name in ("labels", "kl_seq_logps", "ref_kl_seq_logps") if name in a}
+    if "ref_seq_logps" in a:
+        given["ref_logps"] = a["ref_seq_logps"].reshape(-1, 1)
+    return make_preferences(logps=logps, mask=np.ones(logps.shape, dtype=bool), dtype=torch.float64, **given)
 
 
 def with_means(recording: Recording, data: Preferences) -> Preferences | None:

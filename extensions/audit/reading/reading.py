@@ -102,9 +102,12 @@ def guesses(f: Facts, simple: bool = False) -> list[Account]:
         return found
     anchors = [name for name, there in (("ref", f.ref is not None), ("old", f.old is not None and bool(t.d.any()))) if there]
     anchors += [n for n, x in f.extras.items() if is_rollout(n, x[f.mask] if x.shape == f.mask.shape else x)]
-    seconds = [(form, anchor) for anchor in anchors for form in KL_FORMS]
-    found += _worked_out(_fitted(f, t, [NO_WEIGHT], seconds), t)
-    found.sort(key=lambda a: a.cost)
+    for laws, forms in _STAGES:
+        seconds = [(form, anchor) for anchor in anchors for form in forms]
+        found += _worked_out(_fitted(f, t, [NO_WEIGHT], seconds, laws), t)
+        found.sort(key=lambda a: a.cost)
+        if found and _is_whole(found[0]):
+            break
     others = [name for name in weights(f) if name != NO_WEIGHT]
     if not (found and _is_whole(found[0])):
         found += _worked_out(_fitted(f, t, others, [(None, None)]), t)
@@ -117,13 +120,23 @@ def guesses(f: Facts, simple: bool = False) -> list[Account]:
     return sorted(found, key=lambda a: a.cost)
 
 
+COMMON_LAWS = ("equal", "1/T")
+COMMON_FORMS = ("k3", "k2", "k1", "k3 times ratio")
+_STAGES = (
+    (COMMON_LAWS, COMMON_FORMS),
+    (COMMON_LAWS, tuple(form for form in KL_FORMS if form not in COMMON_FORMS)),
+    (tuple(law for law in LAWS if law not in COMMON_LAWS), tuple(KL_FORMS)),
+)
+"""(row laws, KL forms) tried beside every gate, likeliest first: what a stage explains whole, no later one explains at less."""
+
+
 def _is_whole(a: Account) -> bool:
     return not a.unexplained.any() and not a.uncovered.any() and not any(x.kind == "row" for x in a.factors) \
         and not any(not x.natural for x in a.thresholds if x.tokens < 3) and len(a.thresholds) < 4 and len(a.factors) < 3
 
 
-def _fitted(f: Facts, t, weight_names, seconds) -> list[Guess]:
-    laws = {name: value for name, (_, make) in LAWS.items() if (value := make(f)) is not None}
+def _fitted(f: Facts, t, weight_names, seconds, law_names=tuple(LAWS)) -> list[Guess]:
+    laws = {name: value for name in law_names if (value := LAWS[name][1](f)) is not None}
     seen, made = [], []
     for name, value in laws.items():
         shape = value / value.max()

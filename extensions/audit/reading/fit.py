@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-PAIRS = 160  # trial pairs of tokens for a fit of two numbers
+PAIRS = 96  # trial pairs of tokens for a fit of two numbers: where a fifth of the tokens fit, one pair in 25 does
+FEWEST = 4  # tokens that must agree with a trial pair, or LEAST of them, whichever is more; of a few tokens, MOST_OF_FEW
+LEAST, MOST_OF_FEW = 0.08, 0.6
 TRIED_ON = 400  # tokens that trial pairs are judged on
 WORST_CONDITION = 1e4
 NOISE = 2e-6  # of a KL slope: float32 log-probabilities around 10 differ by this
@@ -97,6 +99,8 @@ def fit_two(y: np.ndarray, p: np.ndarray, q: np.ndarray, tolerance: float) -> Fi
     is_closed = abs(rest) <= 10 * (tolerance * abs(kb[:, None] * qf) + NOISE * abs(kb[:, None]))
     votes = is_open.sum(1) + (is_closed & ~is_open).sum(1) * (is_open.sum(1) > 2)
     best = int(votes.argmax())
+    if votes[best] < min(max(FEWEST, LEAST * m), MOST_OF_FEW * m):
+        return None  # two tokens always agree with their own solution
     return _refined_two(kappa[best], kb[best], y, p, q, tolerance)
 
 

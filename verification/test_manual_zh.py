@@ -8,8 +8,9 @@ What is taken from the Chinese text, and what it is compared with:
               ending in a backslash are joined. It equals an indented line of README.txt or text in backquotes there, up to
               the N of `--section N`, which may be any section of the worked examples.
     quoted    Text in backquotes stands in README.txt; text in double quotes there or in a message of the programs.
-    number    Every number outside commands, headings, names (k1, A_0, 2.13.0+cpu counts as 2.13.0) and references to sections
-              stands in the scope. A table row with three numbers or more begins one README.txt line.
+    number    Outside commands, headings, names (k1, A_0) and references to sections: the numbers of a sentence (up to 。 or ；)
+              stand in one paragraph of the scope, one beside the other, in this order; or in README.txt 3.1's row of a worked
+              example that the Chinese section runs. A table row has the first word and the first numbers of one line there.
     formula   After 公式：, each stretch of the text between Chinese characters stands in README.txt's section 6.
     name      A dotted name is a function or a test that exists; each entry of README.txt's section 6 stands, with its function
               and its test, in the Chinese section of the same number.
@@ -35,6 +36,7 @@ from verification import claims
 LAB = Path(rl_lab.__file__).resolve().parent
 MANUAL = LAB / "reference" / "README.zh.txt"
 WIDEST = 100
+MOST_UNSEEN = 0.05  # of the numbers: single digits whose changed value stands in the same part of README.txt as well
 
 NUMBER = re.compile(r"(?<![\w.])(?:(?<![^\s(\[,=（、，：])-)?\d+(?:\.\d+)*(?![\w])")
 COMMAND = re.compile(r"(python3?|source|bash|pip|from) ")
@@ -74,14 +76,41 @@ def readme_commands() -> frozenset[str]:
     return frozenset(flat(text) for text in [*lines, *re.findall(r"`([^`]+)`", flat(readme()))])
 
 
-@lru_cache
-def numbers_of_part(part: str) -> frozenset[str]:
-    return frozenset(NUMBER.findall(readme_parts()[part]))
+Numbers = tuple[str, ...]
 
 
 @lru_cache
-def rows_of_part(part: str) -> frozenset[tuple[str, ...]]:
-    return frozenset(tuple(NUMBER.findall(line)) for line in readme_parts()[part].splitlines())
+def passages(part: str) -> tuple[Numbers, ...]:
+    """The numbers of each paragraph of a part of README.txt, in order; the table of worked examples is left to `atoms`."""
+    text = readme_parts()[part].replace("\n".join(_atom_lines()), "")
+    return tuple(tuple(NUMBER.findall(paragraph)) for paragraph in re.split(r"\n\s*\n", text))
+
+
+@lru_cache
+def rows(part: str) -> tuple[tuple[str, Numbers], ...]:
+    """(first word, numbers) of each line of a part of README.txt."""
+    return tuple((first_word(line), tuple(NUMBER.findall(line))) for line in readme_parts()[part].splitlines())
+
+
+def first_word(line: str) -> str:
+    """The name with which a row begins; empty where it begins with a number, a Chinese character or nothing."""
+    return (re.match(r"\s*(\(?[A-Za-z]\w*\)?)(?=\s)", line) or ["", ""])[1]
+
+
+def _atom_lines() -> list[str]:
+    return readme_parts()["3.1"].split("What each section gives:\n")[1].splitlines()
+
+
+@lru_cache
+def atoms() -> dict[str, Numbers]:
+    """README.txt 3.1's table: the numbers of each section of the worked examples. Two columns, read one below the other."""
+    found: list[list[str]] = []
+    for half in [line[4:51] for line in _atom_lines()] + [line[51:] for line in _atom_lines()]:
+        if re.match(r"\d\.\d  ", half):
+            found.append([])
+        if half.strip():
+            found[-1] += NUMBER.findall(half)
+    return {section: tuple(numbers) for section, *numbers in found}
 
 
 @lru_cache
@@ -163,19 +192,54 @@ def said(line: str) -> str:
     return re.sub(r"^\d+\. ", " ", DOTTED.sub(" ", line))
 
 
-def wrong_numbers(block: Block) -> list[str]:
-    """Numbers of the block that README.txt does not have in the block's scope."""
-    allowed = frozenset().union(*(numbers_of_part(part) for part in block.scope))
-    rows = frozenset().union(*(rows_of_part(part) for part in block.scope))
-    found = []
+def sentences(block: Block) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is a row of a table): the block's rows, and its other text cut at 。 and ；."""
+    text, is_labelled = "", False
     for line in split(block)[1]:
         if is_contents(line):
             continue
-        numbers = NUMBER.findall(said(line))
-        found += [f"{number} in: {line.strip()}" for number in numbers if number not in allowed]
-        if line.startswith("    ") and len(numbers) >= 3 and not any(row[: len(numbers)] == tuple(numbers) for row in rows):
-            found.append(f"no line of README.txt has {numbers}")
-    return [f"section {block.section}, README {'、'.join(block.scope)}: {text}" for text in found]
+        if line.startswith("    ") and not is_labelled:
+            yield line, True
+            continue
+        is_label = bool(re.match(r"\w{2}：", line))
+        is_labelled = is_label or is_labelled and line.startswith("      ")
+        text += ("。" if is_label else "") + said(line).strip() + " "
+    yield from ((sentence, False) for sentence in re.split("[。；]", text))
+
+
+def is_within(numbers: Numbers, passage: Numbers) -> bool:
+    """Whether the numbers stand in the passage in this order, one beside the other."""
+    return any(passage[at : at + len(numbers)] == numbers for at in range(len(passage)))
+
+
+def wrong_numbers(block: Block, examples: tuple[str, ...] = ()) -> list[str]:
+    """Sentences and rows of the block whose numbers README.txt does not have together, in order, in the block's scope.
+
+    examples: the sections of the worked examples that the Chinese section runs.
+    """
+    known = [passage for part in block.scope for passage in passages(part)] + [atoms()[section] for section in examples]
+    lines = [line for part in block.scope for line in rows(part)]
+    found = []
+    for text, is_row in sentences(block):
+        numbers = tuple(NUMBER.findall(text))
+        if not numbers:
+            continue
+        if is_row and (first_word(text) or len(numbers) > 1):
+            fits = any((word, row[: len(numbers)]) == (first_word(text), numbers) for word, row in lines)
+        else:
+            fits = any(is_within(numbers, passage) for passage in known)
+        if not fits:
+            found.append(f"section {block.section}, README {'、'.join(block.scope)}: {', '.join(numbers)} in: {text.strip()}")
+    return found
+
+
+def examples_of(manual_blocks: list[Block]) -> dict[str, tuple[str, ...]]:
+    """{Chinese section: the worked examples that its commands print}."""
+    found: dict[str, tuple[str, ...]] = {}
+    for block in manual_blocks:
+        ran = tuple(name for command in split(block)[0] for name in re.findall(r"--section (\S+)$", command))
+        found[block.section] = found.get(block.section, ()) + tuple(name for name in ran if name in atoms())
+    return found
 
 
 def is_contents(line: str) -> bool:
@@ -250,7 +314,8 @@ class Manual(unittest.TestCase):
                 self.assertIn(part, readme_parts(), f"section {block.section}: README.txt has no part {part}")
 
     def test_every_number_stands_in_readme(self):
-        wrong = [text for block in self.blocks for text in wrong_numbers(block)]
+        examples = examples_of(self.blocks)
+        wrong = [text for block in self.blocks for text in wrong_numbers(block, examples[block.section])]
         self.assertEqual(wrong, [], "numbers that README.txt does not have in that part:\n" + "\n".join(wrong))
 
     def test_every_command_stands_in_readme(self):
@@ -321,16 +386,8 @@ class Manual(unittest.TestCase):
 
     def test_readme_table_of_sections_is_what_the_atoms_give(self):
         """README.txt 3.1: each number of a section's row is one that `--section` computes, and none is left out."""
-        lines = readme_parts()["3.1"].split("What each section gives:")[1].splitlines()
-        halves = [line[4:51] for line in lines] + [line[51:] for line in lines]  # two columns, read one below the other
-        rows: list[list[str]] = []
-        for half in halves:
-            if re.match(r"\d\.\d  ", half):
-                rows.append([])
-            if half.strip():
-                rows[-1] += NUMBER.findall(half)
-        self.assertEqual([row[0] for row in rows], list(atom_sections()))
-        for section, *numbers in rows:
+        self.assertEqual(tuple(atoms()), atom_sections())
+        for section, numbers in atoms().items():
             got = [round(x, e.digits) for e in rl_lab.worked_examples() if e.section == section for x in e.result]
             self.assertEqual([float(number) for number in numbers], got, f"README.txt 3.1, row {section}")
 
@@ -348,6 +405,74 @@ def name_exists(name: str) -> bool:
             found = getattr(found, part, None)
         return found is not None
     return False
+
+
+class BrokenTwins(unittest.TestCase):
+    """The same manual with one number or one command changed: the checks above are seen to fail."""
+
+    def setUp(self):
+        self.blocks = blocks(manual_text())
+
+    def problems_of(self, block: Block, changed: Block) -> list[str]:
+        """What the checks say of the block's section when `changed` stands in its place."""
+        section = [changed if b is block else b for b in self.blocks if b.section == block.section]
+        examples = examples_of(section)[block.section]
+        checks = (lambda b: wrong_numbers(b, examples), wrong_commands, wrong_formulas)
+        return [text for b in section for check in checks for text in check(b)]
+
+    def test_a_changed_number_is_seen(self):
+        """Last digit plus 1, every number of the manual in turn. Only single digits may pass for another of the same part."""
+        seen, missed = 0, []
+        for block in self.blocks:
+            for at, line in enumerate(block.lines):
+                if is_contents(line):
+                    continue
+                for match in NUMBER.finditer(line):
+                    number = match[0]
+                    other = f"{number[:-1]}{(int(number[-1]) + 1) % 10}"
+                    changed = line[: match.start()] + other + line[match.end() :]
+                    if said(changed) == said(line):
+                        continue  # the number of a section, which has a test of its own
+                    lines = (*block.lines[:at], changed, *block.lines[at + 1 :])
+                    if self.problems_of(block, block._replace(lines=lines)):
+                        seen += 1
+                    else:
+                        missed.append((block.section, number, line.strip()))
+        text = "\n".join(map(str, missed))
+        self.assertEqual([m for m in missed if len(m[1].strip("-")) > 1], [], f"numbers that nothing holds:\n{text}")
+        self.assertGreater(seen, 300)
+        self.assertLess(len(missed) / (seen + len(missed)), MOST_UNSEEN, f"{len(missed)} of {seen + len(missed)}:\n{text}")
+
+    def test_a_changed_command_is_seen(self):
+        """Every command without its last word, with another flag, and with another number."""
+        tried = 0
+        for block in self.blocks:
+            for command in split(block)[0]:
+                line = "    " + command
+                twins = {line.rpartition(" ")[0], line.replace(" --", " --x-", 1), re.sub(r"\d(?=\D*$)", "9", line)}
+                for twin in twins - {line}:
+                    if COMMAND.match(twin.strip()) and not twin.endswith("--section 9"):
+                        tried += 1
+                        found = wrong_commands(Block(block.section, block.scope, (twin,)))
+                        self.assertTrue(found, f"passes: {twin}")
+        self.assertGreater(tried, 100)
+
+    def test_other_mistakes_are_seen(self):
+        scope = ("3.1", "3.6", "6")
+        for check, line in (
+            (wrong_formulas, "公式：rho = exp(old_logp - logp)"),
+            (wrong_commands, '"No module named tensorflow"：先安装它。'),
+            (wrong_commands, "运行 `python -B rl_lab.py --all`。"),
+            (wrong_commands, "加上 --group-length 就行。"),
+            (wrong_numbers, "    4                32    0.9992                 0.9620"),
+            (wrong_numbers, "全部 15360 个动作，更新 120 次。"),
+        ):
+            with self.subTest(line):
+                self.assertTrue(check(Block("6.5", scope, (line,))))
+        for name in ("rl_lab.gea", "test_rl_lab.Gae.test_nothing", "extensions.objectives.nothing"):
+            self.assertFalse(name_exists(name), name)
+        for text in ("新" * 51, "a" * 101):
+            self.assertGreater(columns(text), WIDEST)
 
 
 if __name__ == "__main__":

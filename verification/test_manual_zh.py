@@ -2,18 +2,18 @@
 
 What is taken from the Chinese text, and what it is compared with:
 
-    scope     A heading ends in （README 3.2、6）: the parts of README.txt that its text speaks of ("3.2", a whole section "6",
-              or "0", what stands before section 1). A heading without one keeps the chapter's. One inside a paragraph adds to it.
+    scope     A heading ends in （README 3.2、6）: the parts of README.txt that its text speaks of ("3.2"; a whole section,
+              "6"; "0", what stands before section 1). A heading without one keeps the chapter's; one in a paragraph adds.
     command   An indented line, or what follows 命令：, that begins with python, python3, source, bash, pip or from; lines
               ending in a backslash are joined. It equals an indented line of README.txt or text in backquotes there, up to
               the N of `--section N`, which may be any section of the worked examples.
     quoted    Text in backquotes stands in README.txt; text in double quotes there or in a message of the programs.
-    number    Outside commands, headings, names (k1, A_0) and references to sections: the numbers of a sentence (up to 。 or ；)
-              stand in one paragraph of the scope, one beside the other, in this order; or in README.txt 3.1's row of a worked
-              example that the Chinese section runs. A table row has the first word and the first numbers of one line there.
+    number    Outside commands, headings, names (k1, A_0) and references to sections: the numbers of a sentence (to 。 or ；)
+              stand in one paragraph of the scope, one beside the other, in this order; or in README.txt 3.1's row of a
+              worked example that the Chinese section runs. A table row has the first word and numbers of one line there.
     formula   After 公式：, each stretch of the text between Chinese characters stands in README.txt's section 6.
-    name      A dotted name is a function or a test that exists; each entry of README.txt's section 6 stands, with its function
-              and its test, in the Chinese section of the same number.
+    name      A dotted name is a function or a test that exists; each entry of README.txt's section 6 stands, with its
+              function and its test, in the Chinese section of the same number.
 
 Chinese numerals are not numbers here: facts are written in digits. A check that never fails would prove nothing: the last
 class changes every number and every command of the manual, one at a time, and counts what is seen.
@@ -229,7 +229,8 @@ def wrong_numbers(block: Block, examples: tuple[str, ...] = ()) -> list[str]:
         else:
             fits = any(is_within(numbers, passage) for passage in known)
         if not fits:
-            found.append(f"section {block.section}, README {'、'.join(block.scope)}: {', '.join(numbers)} in: {text.strip()}")
+            where = f"section {block.section}, README {'、'.join(block.scope)}"
+            found.append(f"{where}: {', '.join(numbers)} in: {text.strip()}")
     return found
 
 
@@ -365,7 +366,7 @@ class Manual(unittest.TestCase):
     def test_glossary_is_the_same_both_ways(self):
         forth, back = glossary("A.1"), glossary("A.2")
         self.assertGreater(len(forth), 50)
-        self.assertEqual({(chinese, english) for chinese, english in forth}, {(chinese, english) for english, chinese in back})
+        self.assertEqual(set(forth), {(chinese, english) for english, chinese in back})
         self.assertEqual(len(dict(forth)), len(forth), "a Chinese term stands twice")
         self.assertEqual(len(dict(back)), len(back), "an English term stands twice")
         self.assertEqual([e for e, _ in back], sorted((e for e, _ in back), key=str.lower))
@@ -421,7 +422,7 @@ class BrokenTwins(unittest.TestCase):
         return [text for b in section for check in checks for text in check(b)]
 
     def test_a_changed_number_is_seen(self):
-        """Last digit plus 1, every number of the manual in turn. Only single digits may pass for another of the same part."""
+        """Last digit plus 1, every number of the manual in turn. Only a single digit may pass, where the other stands too."""
         seen, missed = 0, []
         for block in self.blocks:
             for at, line in enumerate(block.lines):

@@ -229,7 +229,8 @@ def printed(report: Report, path: str, language: Language = ENGLISH) -> str:
     }[agrees]
     if agrees is False and report.gradient.get("differs"):
         words = report.gradient["differs"]
-    out += ["", word("Gradient"), f"  {word(words)}" + (f" (off by {residual:.1e} of its size)" if residual is not None else "")]
+    off = f" (off by {residual:.1e} of its size)" if residual is not None else ""
+    out += ["", word("Gradient"), f"  {word(words)}{off}"]
     if "reading" in report.lines:
         out += ["", word("What the gradient says"), *_indented(report.lines["reading"])]
     if report.lines.get("metrics"):

@@ -8,7 +8,7 @@ What is taken from the Chinese text, and what it is compared with:
               ending in a backslash are joined. It equals an indented line of README.txt or text in backquotes there, up to
               the N of `--section N`, which may be any section of the worked examples.
     quoted    Text in backquotes stands in README.txt; text in double quotes there or in a message of the programs.
-    number    Outside commands, headings, names (k1, A_0) and references to sections: the numbers of a sentence (to 。 or ；)
+    number    Outside commands, names (k1, A_0) and references to sections: the numbers of a sentence (to 。 or ；)
               stand in one paragraph of the scope, one beside the other, in this order; or in README.txt 3.1's row of a
               worked example that the Chinese section runs. A table row has the first word and numbers of one line there.
     formula   After 公式：, each stretch of the text between Chinese characters stands in README.txt's section 6.
@@ -36,7 +36,7 @@ from verification import claims
 LAB = Path(rl_lab.__file__).resolve().parent
 MANUAL = LAB / "reference" / "README.zh.txt"
 WIDEST = 100
-MOST_UNSEEN = 0.05  # of the numbers: single digits whose changed value stands in the same part of README.txt as well
+MOST_UNSEEN = 0.06  # of the numbers: single digits whose changed value stands in the same part of README.txt as well
 
 NUMBER = re.compile(r"(?<![\w.])(?:(?<![^\s(\[,=（、，：])-)?\d+(?:\.\d+)*(?![\w])")
 COMMAND = re.compile(r"(python3?|source|bash|pip|from) ")
@@ -151,6 +151,7 @@ def blocks(manual: str) -> list[Block]:
             if "." not in section:
                 chapter = own
             scope = own or chapter
+            found.append(Block(section, scope, (heading[2],)))  # the title, without its number
             lines = lines[1:]
         if lines:
             added = tuple(part for text in SCOPE.findall("".join(lines)) for part in text.split("、"))
@@ -287,7 +288,7 @@ def manual_text() -> str:
 
 
 def glossary(section: str) -> list[tuple[str, str]]:
-    lines = [line.strip() for line in text_of_section(manual_text(), section).splitlines()]
+    lines = [line.strip() for line in text_of_section(manual_text(), section).splitlines() if line.startswith("    ")]
     return [tuple(re.split(r"\s{2,}", line, maxsplit=1)) for line in lines]
 
 

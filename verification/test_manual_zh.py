@@ -423,7 +423,7 @@ class BrokenTwins(unittest.TestCase):
         return [text for b in section for check in checks for text in check(b)]
 
     def test_a_changed_number_is_seen(self):
-        """Last digit plus 1, every number of the manual in turn. Only a single digit may pass, where the other stands too."""
+        """Last digit plus 1, every number of the manual in turn. Only a single digit may pass, if both stand there."""
         seen, missed = 0, []
         for block in self.blocks:
             for at, line in enumerate(block.lines):

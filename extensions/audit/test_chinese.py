@@ -21,7 +21,7 @@ from extensions.audit.run import audit
 from extensions.audit.say.chinese import CHINESE, advice, entry, evidence
 from extensions.audit.say.report import ENGLISH, Report, printed
 from extensions.audit.say.wide import columns, is_wide, wrap_wide
-from extensions.audit.words_zh import OTHER_ADVICE_ZH, RECORD_ITEMS_ZH, WORDS_ZH
+from extensions.audit.words_zh import OTHER_ADVICE_ZH, RECORD_ITEMS_ZH, RECORD_NEXT_ZH, WORDS_ZH
 from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 
 HERE = Path(__file__).parent
@@ -71,6 +71,17 @@ def advice_in_the_code() -> set[str]:
     return {text for text in found if text and " " in text}
 
 
+def asked_for_in_the_code() -> set[str]:
+    """Every text that is appended to a report's `missing`."""
+    found = set()
+    for path in HERE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("missing.append"):
+                assert isinstance(node.args[0], ast.Constant), f"{path.name}: a text that cannot be looked up"
+                found.add(node.args[0].value)
+    return found
+
+
 class Words(unittest.TestCase):
     def test_every_entry_has_both_languages(self):
         self.assertEqual(list(CATALOGUE_ZH), list(CATALOGUE), "catalogue_zh.py has other names, or another order")
@@ -86,7 +97,7 @@ class Words(unittest.TestCase):
 
     def test_code_names_and_numbers_agree(self):
         pairs = [(english(name)[k], entry(name)[k + 1]) for name in (*CATALOGUE, *NOTES) for k in (0, 1)]
-        for said, in_chinese in [*pairs, *OTHER_ADVICE_ZH.items(), *RECORD_ITEMS_ZH.items()]:
+        for said, in_chinese in [*pairs, *OTHER_ADVICE_ZH.items(), *RECORD_ITEMS_ZH.items(), *RECORD_NEXT_ZH.items()]:
             with self.subTest(said):
                 self.assertEqual(disagreements(said, in_chinese), [], in_chinese)
 
@@ -105,6 +116,11 @@ class Words(unittest.TestCase):
         every = [*OTHER_ADVICE_ZH, *(mistake.advice for mistake in CATALOGUE.values())]
         items = [item for text in every if text.startswith("record ") for item in record_items(text)[0]]
         self.assertEqual({item for item in items if not NAME.fullmatch(item)}, set(RECORD_ITEMS_ZH))
+
+    def test_every_request_to_record_is_there(self):
+        self.assertEqual(asked_for_in_the_code(), set(RECORD_NEXT_ZH))
+        report = Report(missing=["logps (rows x tokens)", "num_items_in_batch"])
+        self.assertIn("\n要判断更多，请记录\n  logps（行 x token）\n  num_items_in_batch", printed(report, "x", CHINESE))
 
     def test_a_shortened_list_is_put_together(self):
         self.assertEqual(advice("not_reproduced", "record terminal_values, both flags"), "请记录 terminal_values、两个标志")

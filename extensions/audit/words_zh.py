@@ -71,3 +71,28 @@ WORDS_ZH: dict[str, str] = {
     "not recorded": "没有录下",
 }
 """Titles and fixed words of the printed report."""
+
+RECORD_NEXT_ZH: dict[str, str] = {
+    "advantages or returns, as the loss used them": "loss 所用的 advantages 或 returns",
+    "terminated and truncated as two flags (one flag was recorded)": "terminated 和 truncated 两个标志（只录了一个标志）",
+    "last_values: the value after the last step": "last_values：最后一步之后的价值",
+    "terminal_values: the value of the true final observation at each time limit (before the reset)": "terminal_values：每个"
+    "时间上限处真正最后观测（重置之前）的价值",
+    "ref_chosen_logps and ref_rejected_logps (or ref_logps)": "ref_chosen_logps 和 ref_rejected_logps（或 ref_logps）",
+    "loss, and dloss_dchosen_logps, dloss_drejected_logps with it": "loss，连同 dloss_dchosen_logps、dloss_drejected_logps",
+    "beta": "beta",
+    "loss, and dloss_dlogps with it: torch.autograd.grad(loss, logps)": "loss，连同 dloss_dlogps：torch.autograd.grad(loss, "
+    "logps)",
+    "logps (rows x tokens)": "logps（行 x token）",
+    "advantages, as the loss used them": "loss 所用的 advantages",
+    "rewards (and group_ids), from which the advantages were made": "rewards（以及 group_ids），优势由它们算出",
+    "group_ids, one number a row, equal for answers to the same prompt": "group_ids：每行一个数，同一个 prompt 的回答相同",
+    "returns, values, vpreds, loss and dloss_dvpreds": "returns、values、vpreds、loss 和 dloss_dvpreds",
+    "dloss_dlogps (or dloss_dchosen_logps and dloss_drejected_logps)": "dloss_dlogps（或 dloss_dchosen_logps 和 "
+    "dloss_drejected_logps）",
+    "dloss_dlogps: torch.autograd.grad(loss, logps, retain_graph=True)": "dloss_dlogps：torch.autograd.grad(loss, logps, "
+    "retain_graph=True)",
+    "logps, old_logps, mask (rows x tokens), advantages, loss and dloss_dlogps": "logps、old_logps、mask（行 x token）、"
+    "advantages、loss 和 dloss_dlogps",
+}
+"""What the report asks to be recorded under "To decide more, record"; a bare name of an array needs no entry."""

@@ -10,14 +10,14 @@ from extensions.audit.catalogue_zh import CATALOGUE_ZH, NOTES_ZH, Chinese
 from extensions.audit.checks.advice import record_items
 from extensions.audit.say.report import Language, rows_shown
 from extensions.audit.say.wide import wrap_wide
-from extensions.audit.words_zh import OTHER_ADVICE_ZH, RECORD_ITEMS_ZH, WORDS_ZH
+from extensions.audit.words_zh import OTHER_ADVICE_ZH, RECORD_ITEMS_ZH, RECORD_NEXT_ZH, WORDS_ZH
 
 WIDTH = 116
 LIST_WIDTH = 110
 
 
 def word(text: str) -> str:
-    return WORDS_ZH.get(text, text)
+    return WORDS_ZH.get(text) or RECORD_NEXT_ZH.get(text, text)
 
 
 def entry(name: str) -> Chinese:

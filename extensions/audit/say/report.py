@@ -241,7 +241,7 @@ def printed(report: Report, path: str, language: Language = ENGLISH) -> str:
     for f in report.findings:
         out += language.finding_lines(f)
     if report.missing:
-        out += ["", word("To decide more, record"), *_indented(report.missing)]
+        out += ["", word("To decide more, record"), *_indented([word(text) for text in report.missing])]
     if report.remarks:
         out += ["", word("Remarks"), *_indented(report.remarks)]
     return "\n".join(out)

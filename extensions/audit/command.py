@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
 import traceback
 from pathlib import Path
 from typing import Sequence
@@ -15,24 +14,21 @@ from extensions.audit.declared import parse_declared
 from extensions.audit.read.recording import read_recording
 from extensions.audit.recipes import RECIPES
 from extensions.audit.run import audit
-from extensions.audit.say.report import printed
+from extensions.audit.say.chinese import CHINESE
+from extensions.audit.say.report import ENGLISH, Language, printed
 from extensions.audit.search.pairs import is_preference
 from extensions.read import SUFFIXES
 from extensions.read.names import table_text
 
 
-def list_mistakes() -> str:
-    out = []
-    for name, mistake in CATALOGUE.items():
-        out += [
-            name,
-            *textwrap.wrap(mistake.what, 110, initial_indent="    ", subsequent_indent="    "),
-            *textwrap.wrap(f"change: {mistake.advice}", 110, initial_indent="    ", subsequent_indent="      "),
-        ]
-    out += ["", "Not mistakes"]
-    for name, text in NOTES.items():
-        out += [name, *textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="    ")]
-    return "\n".join(out)
+LANGUAGES = {"en": ENGLISH, "zh": CHINESE}
+"""The values of --lang. A further language: its words beside catalogue_zh.py, a Language in say/, an entry here."""
+
+
+def list_mistakes(language: Language = ENGLISH) -> str:
+    out = [line for name in CATALOGUE for line in language.listed_lines(name)]
+    out += ["", language.word("Not mistakes")]
+    return "\n".join(out + [line for name in NOTES for line in language.listed_lines(name)])
 
 
 def build_parser() -> rl_lab.LabParser:
@@ -67,6 +63,13 @@ def build_parser() -> rl_lab.LabParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--recipes", action="store_true", help="print the lines that record a batch in TRL or verl")
+    parser.add_argument(
+        "--lang",
+        choices=tuple(LANGUAGES),
+        default="en",
+        help="language of titles, finding names and advice in the report and in --list; names, numbers, evidence and JSON "
+        "stay the same; default en",
+    )
     parser.add_argument("--list", action="store_true", help="print every mistake it knows, and what is none")
     parser.add_argument(
         "--self-test", action="store_true", help="plant each mistake into each shipped capture and print what was named"
@@ -119,8 +122,11 @@ def _own_error(problem: Exception) -> str:
 
 def _work(parser: rl_lab.LabParser, arguments) -> tuple[str, bool]:
     """What the arguments ask for: the text to print, and whether no finding reaches --fail-on."""
+    language = LANGUAGES[arguments.lang]
+    if language is not ENGLISH and (arguments.self_test or arguments.recipes and not arguments.list):
+        parser.error("argument --lang: only a report and --list are printed in other languages")
     if arguments.list or arguments.recipes:
-        return (list_mistakes() if arguments.list else RECIPES), True
+        return (list_mistakes(language) if arguments.list else RECIPES), True
     if arguments.damaged is not None and not arguments.self_test:
         parser.error("argument --damaged: goes with --self-test")
     if arguments.damaged is not None and arguments.damaged < 1:
@@ -147,4 +153,4 @@ def _work(parser: rl_lab.LabParser, arguments) -> tuple[str, bool]:
         rl_lab.replace_files({arguments.json: rl_lab.json_text(report.as_json())})
     worst = report.worst()
     fails = arguments.fail_on != "never" and worst is not None
-    return printed(report, shown), not (fails and SEVERITIES.index(worst) >= SEVERITIES.index(arguments.fail_on))
+    return printed(report, shown, language), not (fails and SEVERITIES.index(worst) >= SEVERITIES.index(arguments.fail_on))

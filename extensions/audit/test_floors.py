@@ -8,7 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FLOORS = ("read", "reading", "search", "checks", "say", "run", "proof", "command")  # lowest first
-BESIDE = {"tolerance": "read", "declared": "search", "catalogue": "search", "recipes": "command"}  # files that share a floor
+BESIDE = {"tolerance": "read", "declared": "search", "catalogue": "search", "catalogue_zh": "search", "words_zh": "search", "recipes": "command"}  # files that share a floor
 
 
 def floor_of(module: str) -> int | None:

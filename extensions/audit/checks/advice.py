@@ -17,14 +17,19 @@ def advice_left(advice: str, recording: Recording) -> str:
     """
     if not advice.startswith("record "):
         return advice
-    head, sep, tail = advice.removeprefix("record ").partition(":")
-    items = re.split(r",? and |, (?![^(]*\))|; ", head)
+    items, tail = record_items(advice)
     left = [item for item in items if not _is_recorded(item, recording)]
     if not left:
         return ""
     if len(left) == len(items):
         return advice
-    return "record " + ", ".join(left) + (sep + tail if sep else "")
+    return "record " + ", ".join(left) + tail
+
+
+def record_items(advice: str) -> tuple[list[str], str]:
+    """The items of the list after "record", and what follows them from a colon on."""
+    head, sep, tail = advice.removeprefix("record ").partition(":")
+    return re.split(r",? and |, (?![^(]*\))|; ", head), sep + tail
 
 
 def _is_recorded(item: str, recording: Recording) -> bool:

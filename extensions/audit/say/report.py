@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import textwrap
 from dataclasses import dataclass, field
-from typing import Sequence
+from typing import Callable, NamedTuple, Sequence
 
-from extensions.audit.catalogue import SEVERITIES, Finding
+from extensions.audit.catalogue import CATALOGUE, NOTES, SEVERITIES, Finding
 from extensions.audit.search.match import Match, rows_with
 
 
@@ -181,10 +181,45 @@ def listed(names: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------ printed
 
 
-def printed(report: Report, path: str) -> str:
-    out = [f"Audit of {path}", "", "Batch", *_indented(report.words)]
+class Language(NamedTuple):
+    """How the printed report and --list say things; ENGLISH here, CHINESE in say/chinese.py. The JSON knows no language."""
+
+    word: Callable[[str], str]  # a title or a fixed word, from the English one
+    finding_lines: Callable[[Finding], list[str]]
+    listed_lines: Callable[[str], list[str]]  # an entry of CATALOGUE or NOTES, for --list
+
+
+def _english_finding(f: Finding) -> list[str]:
+    out = textwrap.wrap(f"{f.severity.upper()}  {f.name}: {f.evidence}", 116, initial_indent="  ", subsequent_indent="    ")
+    out += [f"    rows: {rows_shown(f)}"] if f.rows else []
+    if f.advice:
+        out += textwrap.wrap(f"change: {f.advice}", 116, initial_indent="    ", subsequent_indent="      ")
+    return out
+
+
+def rows_shown(f: Finding) -> str:
+    return ", ".join(map(str, f.rows[:12])) + (f" and {len(f.rows) - 12} more" if len(f.rows) > 12 else "")
+
+
+def _english_entry(name: str) -> list[str]:
+    if name in NOTES:
+        return [name, *textwrap.wrap(NOTES[name], 110, initial_indent="    ", subsequent_indent="    ")]
+    what, advice = CATALOGUE[name]
+    return [
+        name,
+        *textwrap.wrap(what, 110, initial_indent="    ", subsequent_indent="    "),
+        *textwrap.wrap(f"change: {advice}", 110, initial_indent="    ", subsequent_indent="      "),
+    ]
+
+
+ENGLISH = Language(word=str, finding_lines=_english_finding, listed_lines=_english_entry)
+
+
+def printed(report: Report, path: str, language: Language = ENGLISH) -> str:
+    word = language.word
+    out = [f"{word('Audit of')} {path}", "", word("Batch"), *_indented(report.words)]
     for title, key in (("Advantages", "advantages"), ("Loss", "loss")):
-        out += ["", title, *_indented(report.lines.get(key, ["not checked"]))]
+        out += ["", word(title), *_indented(report.lines.get(key, [word("not checked")]))]
     agrees = report.gradient.get("agrees")
     residual = report.gradient.get("residual")
     words = {
@@ -194,27 +229,21 @@ def printed(report: Report, path: str) -> str:
     }[agrees]
     if agrees is False and report.gradient.get("differs"):
         words = report.gradient["differs"]
-    out += ["", "Gradient", f"  {words}" + (f" (off by {residual:.1e} of its size)" if residual is not None else "")]
+    off = f" (off by {residual:.1e} of its size)" if residual is not None else ""
+    out += ["", word("Gradient"), f"  {word(words)}{off}"]
     if "reading" in report.lines:
-        out += ["", "What the gradient says", *_indented(report.lines["reading"])]
+        out += ["", word("What the gradient says"), *_indented(report.lines["reading"])]
     if report.lines.get("metrics"):
-        out += ["", "Reported metrics", *_indented(report.lines["metrics"])]
-    out += ["", "Findings"]
+        out += ["", word("Reported metrics"), *_indented(report.lines["metrics"])]
+    out += ["", word("Findings")]
     if not report.findings:
-        out.append("  none")
+        out.append(f"  {word('none')}")
     for f in report.findings:
-        out += textwrap.wrap(
-            f"{f.severity.upper()}  {f.name}: {f.evidence}", 116, initial_indent="  ", subsequent_indent="    "
-        )
-        if f.rows:
-            shown = ", ".join(map(str, f.rows[:12])) + (f" and {len(f.rows) - 12} more" if len(f.rows) > 12 else "")
-            out.append(f"    rows: {shown}")
-        if f.advice:
-            out += textwrap.wrap(f"change: {f.advice}", 116, initial_indent="    ", subsequent_indent="      ")
+        out += language.finding_lines(f)
     if report.missing:
-        out += ["", "To decide more, record", *_indented(report.missing)]
+        out += ["", word("To decide more, record"), *_indented([word(text) for text in report.missing])]
     if report.remarks:
-        out += ["", "Remarks", *_indented(report.remarks)]
+        out += ["", word("Remarks"), *_indented(report.remarks)]
     return "\n".join(out)
 
 

@@ -69,6 +69,16 @@ CATALOGUE_ZH: dict[str, Chinese] = {
         "有一个对数概率大于 0",
         "未用的位置填 0，并用掩码排除；填成正数，会进入每一个没有加掩码的求和",
     ),
+    "tool_tokens_in_gae": Chinese(
+        "GAE 把工具 token 当成时间步",
+        "GAE 的递推把工具或环境写出的 token 当成了策略的时间步",
+        "遇到这些 token 时，优势和下一步价值原样传过去；一个时间步就是策略写出的一个 token",
+    ),
+    "packed_border_counted": Chinese(
+        "打包行跨过了回答边界",
+        "打包的一行被当成一个序列整体移位：前一个回答的最后一个 token 去预测下一个回答的第一个 token",
+        "把每一段的第一个 token 从掩码里去掉，或者在每一段内部各自移位",
+    ),
     "mask_not_contiguous": Chinese(
         "掩码中间有空洞",
         "一条回答里计入的 token 不连续",
@@ -79,6 +89,11 @@ CATALOGUE_ZH: dict[str, Chinese] = {
         "多除了一次",
         "loss 又多除了一个整数：梯度累积步数、进程数或 micro-batch 数",
         "已经在整个窗口上归一化的 loss，要在 micro-batch 和进程之间求和，不能再求平均",
+    ),
+    "generation_tokens_for_step": Chinese(
+        "一步除以整个生成批次的 token 数",
+        "一个优化器步的 loss 除以了整个生成批次的 token 数",
+        "除以这一步累积的 token 数：第一次 backward 之前，先对它的各个微批次和各个 rank 求和",
     ),
     "sum_for_mean": Chinese(
         "该平均处用了求和",
@@ -137,6 +152,16 @@ CATALOGUE_ZH: dict[str, Chinese] = {
         "先取最小值再乘优势",
         "在比率与裁剪后的比率之间取了最小值，之后才乘优势",
         "先乘：min(r A, clip(r) A)；A < 0 时两种次序的结果不同",
+    ),
+    "advantages_mixed_in_products": Chinese(
+        "两个乘积用了不同的优势",
+        "裁剪的两个乘积用了不同的优势：一个是原始的，一个是标准化后的",
+        "优势只标准化一次，并且在第一个乘积之前完成",
+    ),
+    "clip_part_by_part": Chinese(
+        "逐个分量裁剪",
+        "裁剪作用在动作每个分量的比率上，而不是它们的乘积上",
+        "先把各个分量的对数概率加起来；一个动作只有一个比率",
     ),
     "dual_clip_on_positive": Chinese(
         "正优势处用了 dual clip", "dual clip 的下限 c A 在 A > 0 处也起了作用", "max(., c A) 只用在 A < 0 处"
@@ -266,6 +291,11 @@ CATALOGUE_ZH: dict[str, Chinese] = {
     "advantages_not_used": Chinese(
         "没有使用优势", "loss 用了录下的另一组数，而不是优势", "loss 的每个乘积都要传入优势"
     ),
+    "std_of_others_is_zero": Chinese(
+        "其余回答的标准差为 0",
+        "优势除以了同组其余回答的标准差，而它是 0，只剩一个很小的保护项",
+        "其余回答没有差别时，A = R - 其余回答的均值 不再缩放；或者用整组的标准差",
+    ),
     "group_of_one": Chinese(
         "组里只有一个回答",
         "某个 prompt 只有一个回答：没有可以比较的对象",
@@ -304,6 +334,26 @@ CATALOGUE_ZH: dict[str, Chinese] = {
         "用奖励减价值",
         "优势是奖励减价值，而不是回报减价值",
         "用回报减价值（或用 GAE）：否则只有得到奖励的 token 才分到功劳",
+    ),
+    "returns_standardised": Chinese(
+        "价值目标被标准化",
+        "评论家的目标被标准化了，而优势是对的",
+        "只有评论家的输出也按同样的数标准化时才对；否则 目标 = advantages + values",
+    ),
+    "returns_do_not_fit": Chinese(
+        "回报与优势对不上",
+        "优势是对的，但旁边的回报不等于 advantages + values",
+        "评论家的目标是标准化优势之前的 A + V",
+    ),
+    "advantages_do_not_fit": Chinese(
+        "优势与回报对不上",
+        "回报是对的，但旁边的优势不等于 returns - values",
+        "A = returns - values，之后标准化或者完全不标准化",
+    ),
+    "bootstrap_beyond_time_limit": Chinese(
+        "没有被截断的环境也得到自举值",
+        "没有被截断的环境，奖励里也加进了最终观测的价值",
+        "只在 truncated 且不是 terminated 的地方加 gamma V(最终观测)，逐个环境处理",
     ),
     "score_on_wrong_token": Chinese(
         "得分放错了 token",
@@ -346,6 +396,16 @@ CATALOGUE_ZH: dict[str, Chinese] = {
         "声明求和的地方用了按 token 的平均，或者相反",
         "DPO 的 log pi(y | x) 是整条回答的和",
     ),
+    "length_of_other_tokens": Chinese(
+        "求和与长度计的不是同一批 token",
+        "回答的对数概率之和与它所除的长度，计入的 token 不同",
+        "两者取自同一个掩码：(logps * mask).sum() / mask.sum()",
+    ),
+    "odds_constant": Chinese(
+        "几率里的常数不是 1",
+        "几率写成 p / (c - p)，而 c 不是 1：策略很有把握时会有偏差",
+        "odds = s - log(-expm1(s)) 一直到 s = 0 都是准确的，不需要常数",
+    ),
     "smoothing_variant": Chinese(
         "标签平滑的变体不同", "标签平滑按另一种变体计算，与声明的不同", "cDPO 把翻转后的 loss 混进来，robust DPO 把它减去"
     ),
@@ -358,6 +418,11 @@ CATALOGUE_ZH: dict[str, Chinese] = {
         "偏好 loss 与声明不同",
         "loss 的类型与声明的不同：选项没有传下去",
         "检查 loss_type 是否真的传到了 loss 函数",
+    ),
+    "kl_pair_is_own_answer": Chinese(
+        "KL 配对用了自己的回答",
+        "KTO 估计 KL 的配对里，放的是该行自己的回答，而不是另一个提示的回答",
+        "在批次内把回答移动一行；把奇数大小的批次倒过来，中间一行仍配到自己的回答",
     ),
     "low_accuracy": Chinese(
         "偏好准确率低", "间隔为正的偏好对不到一半", "训练初期或偏好对很难时属正常；否则检查列的次序"
@@ -433,5 +498,9 @@ NOTES_ZH: dict[str, Chinese] = {
     ),
     "divided_by_whole_number": Chinese("除以一个整数", "loss 等于该目标除以一个整数：如果那是梯度累积步数，就是对的"),
     "unnamed_combination": Chinese("没有名字的组合", "每一项选择都是已知的，但表里没有一个有名字的目标这样组合"),
+    "sampler_correction_absent": Chinese(
+        "没有采样校正",
+        "录下了采样器的对数概率，而 loss 没有用它校正：有意如此就没有问题，否则是训练器的某条代码路径漏掉了校正",
+    ),
     "log_density_above_0": Chinese("对数密度大于 0", "大于 0 的对数概率是实值动作的密度：没有问题"),
 }

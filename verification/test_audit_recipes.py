@@ -240,18 +240,20 @@ class Preferences(RecordTest):
         self.assertAlmostEqual(report.loss["matches"][0]["desirable_weight"], 1.5, places=3)
 
     def test_a_mistake_planted_in_a_subclass_is_named(self):
-        def exchanged(trainer_class):
+        def squared(trainer_class):
             class Wrong(trainer_class):
-                def _compute_loss(self, model, inputs, return_outputs):
-                    turned = {n: torch.cat(x.chunk(2)[::-1]) for n, x in inputs.items() if isinstance(x, torch.Tensor)}
-                    return super()._compute_loss(model, inputs | turned, return_outputs)
+                def _compute_loss(self, *args):
+                    self.beta = self.beta**2
+                    try:
+                        return super()._compute_loss(*args)
+                    finally:
+                        self.beta = self.args.beta
 
             return Wrong
 
-        self.trained("DPO", exchanged)
-        # What the recorder calls chosen is what the collator delivered: the loss took the other half for it.
-        report = self.audited(self.files()[0], "dpo")
-        self.assertEqual([f.name for f in report.findings if f.severity == "mistake"], ["chosen_rejected_exchanged"])
+        self.trained("DPO", squared)
+        report = self.audited(self.files()[-1], "dpo")
+        self.assertEqual([f.name for f in report.findings if f.severity == "mistake"], ["beta_twice"])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ A new name is an entry of FIELDS, or an alias in one. The audit's checks and --h
 `extensions.objectives --batch`, are made from this table; nothing is typed a second time.
 
 Letters: N rows (answers), T padded width, M rows of the generation batch that a micro-batch was cut from, P pairs, F reward
-functions, V vocabulary, E environments.
+functions, V vocabulary, E environments, G parameters.
 """
 
 from __future__ import annotations
@@ -202,6 +202,9 @@ _NUMBERS = (
     _setting("gamma", "", "discount", 0, 1),
     _setting("lam", "gae_lambda lmbda lambda_", "lambda of GAE", 0, 1),
     _setting("pass_index", "pass epoch_of_batch pass_over_generation", "passes over this batch before this one", 0),
+    _setting("max_grad_norm", "", "norm that the gradient is clipped to", 0, INF, True),
+    _real("rank_gradient", "", "G", "gradient of the parameters that this rank hands to the reduction, before any clip"),
+    _real("step_gradient", "", "G", "gradient of the parameters that the optimiser took, the same on every rank"),
     _whole("eos_id", "eos_token_id", "1 or K", "id or ids that end an answer"),
 )
 _LOGS = (

@@ -17,13 +17,17 @@ from extensions.audit.recipes import RECIPES
 from extensions.audit.run import audit
 from extensions.audit.say.report import printed
 from extensions.audit.search.pairs import is_preference
+from extensions.audit.step.denominators import STEP_MISTAKES
+from extensions.audit.step.folder import read_step
+from extensions.audit.step.report import printed_step
+from extensions.audit.step.verdict import audit_step
 from extensions.read import SUFFIXES
 from extensions.read.names import table_text
 
 
 def list_mistakes() -> str:
     out = []
-    for name, mistake in CATALOGUE.items():
+    for name, mistake in {**CATALOGUE, **STEP_MISTAKES}.items():
         out += [
             name,
             *textwrap.wrap(mistake.what, 110, initial_indent="    ", subsequent_indent="    "),
@@ -46,7 +50,9 @@ def build_parser() -> rl_lab.LabParser:
         f"{table_text()}\n\n"
         "example:\n  python -m extensions.audit extensions/audit/captures/trl_grpo_grpo_pass2.npz --declared grpo@trl-1.16.0",
     )
-    parser.add_argument("batch", nargs="?", type=Path, metavar="BATCH", help="the recorded batch")
+    parser.add_argument(
+        "batch", nargs="?", type=Path, metavar="BATCH", help="the recorded batch, or a folder: one optimiser step, rank0_mb0.npz ..."
+    )
     parser.add_argument(
         "--declared", metavar="ROW", help="the row the trainer is said to follow; differences become findings"
     )
@@ -64,6 +70,12 @@ def build_parser() -> rl_lab.LabParser:
         choices=("mistake", "warning", "never"),
         default="mistake",
         help="exit 1 for a finding of this severity or above; default mistake",
+    )
+    parser.add_argument(
+        "--averaging",
+        choices=("mean", "sum"),
+        default="mean",
+        help="with a folder: how the ranks' gradients are joined; default mean, as DDP does",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--recipes", action="store_true", help="print the lines that record a batch in TRL or verl")
@@ -137,14 +149,17 @@ def _work(parser: rl_lab.LabParser, arguments) -> tuple[str, bool]:
         parser.error(str(problem))
     if arguments.json is not None:
         rl_lab.check_writable([arguments.json], expected_bytes=20_000)
-    recording = read_recording(arguments.batch)
     shown = rl_lab.one_line(arguments.batch)
+    is_step = arguments.batch.is_dir()
+    parts = read_step(arguments.batch) if is_step else []
+    recording = parts[0].recording if is_step else read_recording(arguments.batch)
     if declared is not None and declared.is_pairs != is_preference(recording):
         kind = "pairs" if declared.is_pairs else "rollouts"
         parser.error(f"argument --declared: {arguments.declared} is a row for {kind}, and {shown} holds the other kind")
-    report = audit(recording, declared, numbers)
+    report = audit_step(parts, declared, numbers, arguments.averaging == "mean") if is_step else audit(recording, declared, numbers)
     if arguments.json is not None:
         rl_lab.replace_files({arguments.json: rl_lab.json_text(report.as_json())})
     worst = report.worst()
     fails = arguments.fail_on != "never" and worst is not None
-    return printed(report, shown), not (fails and SEVERITIES.index(worst) >= SEVERITIES.index(arguments.fail_on))
+    text = printed_step(report, shown) if is_step else printed(report, shown)
+    return text, not (fails and SEVERITIES.index(worst) >= SEVERITIES.index(arguments.fail_on))

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 
 from extensions.audit import audit, parse_declared, read_recording
+from extensions.audit.step.folder import read_step
+from extensions.audit.step.verdict import audit_step
 from extensions.record import record
 from verification.test_peers import needs, tiny_model, tokenizer, undisturbed
 
@@ -138,6 +140,15 @@ class Grpo(RecordTest):
             report = self.assert_declared(path, "bnpo@trl-1.16.0")
             self.assertEqual(report.loss["matches"][0].get("accumulation"), "divide")
 
+    def test_a_step_of_two_micro_batches(self):
+        for loss_type, named in (("dapo", []), ("bnpo", ["mean_of_means"])):
+            with self.subTest(loss_type):
+                self.trained("GRPO", gradient_accumulation_steps=2, loss_type=loss_type, per_device_train_batch_size=4)
+                declared, numbers = parse_declared(f"{loss_type}@trl-1.16.0", ())
+                report = audit_step(read_step(self.files()[-1].parent), declared, numbers)
+                self.assertEqual((report.named(), report.agrees), (named, not named), report.lines)
+                self.assertNotEqual(report.worst(), "mistake")
+
     def test_cispo_cap_is_one_more_than_clip_high(self):
         self.trained("GRPO", loss_type="cispo", epsilon_high=1.2, num_iterations=2)
         best = self.assert_declared(self.files()[1], "cispo@trl-1.16.0", "clip_high=0.2").loss["matches"][0]
@@ -216,6 +227,8 @@ class Rloo(RecordTest):
             if arrays["dloss_dlogps"].any():
                 off = arrays["backward_dlogps"] - arrays["dloss_dlogps"] / 2
                 self.assertLess(np.abs(off).max(), 1e-8, "transformers divides RLOO's loss by the accumulation steps")
+        report = audit_step(read_step(self.files()[-1].parent), *parse_declared("rloo@trl-1.16.0", ()))
+        self.assertIs(report.agrees, True, report.lines)
 
 
 @needs("trl", "transformers", "datasets", "tokenizers")

@@ -48,7 +48,8 @@ def build_parser() -> rl_lab.LabParser:
         f"names, with shape, meaning and the other names that are accepted; dloss_d + any of them is a gradient\n"
         "(N rows, T tokens, M rows of the generation batch, P pairs, F reward functions, V vocabulary, E environments):\n"
         f"{table_text()}\n\n"
-        "example:\n  python -m extensions.audit extensions/audit/captures/trl_grpo_grpo_pass2.npz --declared grpo@trl-1.16.0",
+        "example:\n  python -m extensions.audit extensions/audit/captures/trl_grpo_grpo_pass2.npz --declared grpo@trl-1.16.0\n"
+        "  python -m extensions.audit recorded/step_000010/            one step: every rank and micro-batch",
     )
     parser.add_argument(
         "batch", nargs="?", type=Path, metavar="BATCH", help="the recorded batch, or a folder: one optimiser step, rank0_mb0.npz ..."
@@ -78,7 +79,7 @@ def build_parser() -> rl_lab.LabParser:
         help="with a folder: how the ranks' gradients are joined; default mean, as DDP does",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--recipes", action="store_true", help="print the lines that record a batch in TRL or verl")
+    parser.add_argument("--recipes", action="store_true", help="print the lines that record a trainer: TRL, verl, any loop")
     parser.add_argument("--list", action="store_true", help="print every mistake it knows, and what is none")
     parser.add_argument(
         "--self-test", action="store_true", help="plant each mistake into each shipped capture and print what was named"
@@ -142,7 +143,7 @@ def _work(parser: rl_lab.LabParser, arguments) -> tuple[str, bool]:
 
         return "", damaged.run_damaged(arguments.damaged) if arguments.damaged else table.run(arguments.json)
     if arguments.batch is None:
-        parser.error("the following arguments are required: BATCH (a recorded batch), or --recipes, --list or --self-test")
+        parser.error("the following arguments are required: BATCH (a recorded batch or a folder), or --recipes, --list or --self-test")
     try:
         declared, numbers = parse_declared(arguments.declared, arguments.settings)
     except ValueError as problem:
@@ -156,7 +157,10 @@ def _work(parser: rl_lab.LabParser, arguments) -> tuple[str, bool]:
     if declared is not None and declared.is_pairs != is_preference(recording):
         kind = "pairs" if declared.is_pairs else "rollouts"
         parser.error(f"argument --declared: {arguments.declared} is a row for {kind}, and {shown} holds the other kind")
-    report = audit_step(parts, declared, numbers, arguments.averaging == "mean") if is_step else audit(recording, declared, numbers)
+    if is_step:
+        report = audit_step(parts, declared, numbers, averaged=arguments.averaging == "mean")
+    else:
+        report = audit(recording, declared, numbers)
     if arguments.json is not None:
         rl_lab.replace_files({arguments.json: rl_lab.json_text(report.as_json())})
     worst = report.worst()

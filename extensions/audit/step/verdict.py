@@ -130,9 +130,11 @@ def _row_of(files: Sequence[Report]) -> Row | None:
 
 
 def _with_numbers(row: Row, recording: Recording, declared: Declared | None) -> Row:
-    """A declared row takes the recorded widths and coefficient, unless they were set."""
+    """A declared row takes the recorded widths and coefficient, unless they were set; without a reference it has no KL."""
     if declared is None:
         return row
+    if row.kl_in_loss and "ref_logps" not in recording:
+        row = replace(row, kl="none", kl_coef=0.0)
     names = {"clip_low": "clip_low", "clip_high": "clip_high", "kl_coef": "beta", "ratio_cap": "ratio_cap"}
     known = {k: recording.number(n) for k, n in names.items() if k not in declared.set_fields and row.reads(k)}
     return replace(row, **{k: v for k, v in known.items() if v is not None and not (row.surrogate == "cispo" and k != "kl_coef")})
@@ -170,10 +172,12 @@ def _say_denominators(report: StepReport, row: Row, declared: Declared | None, r
         words = "no gradient" if np.isnan(s.denominator) else f"{s.denominator:.6g}"
         rest = f"; {s.rest:.1e} of its gradient is no multiple of the objective's" if s.rest > SHAPE else ""
         report.lines.append(f"{part.name} divides by {words}: {', '.join(used) or 'none of the known counts'}{rest}")
-    _say_step(report, total, declared)
+    # Some trainers take a mean a micro-batch and say so in their row: that is no mistake of theirs.
+    by_design = declared is not None and averaged and declared.row.accumulation == "divide"
+    _say_step(report, total, "mean_of_means" if by_design else None, is_declared=declared is not None)
 
 
-def _say_step(report: StepReport, total: float, declared: Declared | None) -> None:
+def _say_step(report: StepReport, total: float, by_design: str | None, is_declared: bool) -> None:
     if report.relative_error is None:
         report.lines.append("the step: every gradient is 0, nothing to compare")
         return
@@ -191,8 +195,7 @@ def _say_step(report: StepReport, total: float, declared: Declared | None) -> No
         advice = "check that the averaging is the right one (--averaging mean or sum) and record backward_dlogps"
         report.findings.append(Finding("step_not_reproduced", "warning", f"{what}. {evidence}", (), advice))
         return
-    own_convention = declared is not None and declared.row.accumulation == "divide" and mistakes[0] == "mean_of_means"
-    severity = "mistake" if declared is not None and not own_convention else "warning"
+    severity = "mistake" if is_declared and by_design not in mistakes else "warning"
     values = sorted({f"{s.denominator:.6g}" for s in report.solved if not np.isnan(s.denominator)}, key=float)
     evidence = f"Divides by {', '.join(values[:6])}; right is {total:.6g} in every file ({off})."
     report.findings.append(step_finding(mistakes[0], severity, evidence + cannot_tell_from(mistakes[0], mistakes)))

@@ -3,7 +3,8 @@
     python -m extensions.audit extensions/audit/captures/trl_grpo_grpo_pass2.npz       a recorded batch of a real trainer
     python -m extensions.audit BATCH.npz --declared grpo@trl-1.16.0 --set clip_high=0.28 --set beta=0.04
     python -m extensions.audit BATCH.npz --json report.json --fail-on warning
-    python -m extensions.audit --recipes                                        how to record such a file in TRL or verl
+    python -m extensions.audit recorded/step_000010/                            one step: every rank and micro-batch
+    python -m extensions.audit --recipes                                        how to record such files (extensions.record)
     python -m extensions.audit --list                                           every mistake it knows, with what to change
     python -m extensions.audit --self-test                                      plants each mistake into each shipped capture
     python -m extensions.audit --self-test --damaged 10000                      damaged and hostile files instead
@@ -33,6 +34,7 @@ From a file to a finding, floor by floor; a floor imports only the ones above it
     checks/      checks without a search, and what only looks like a mistake
     say/         from matches to words and findings; the report as text and JSON
     run.py       the order of it all: audit()
+    step/        the files of one step: denominators over ranks and micro-batches
     proof/       how good it is: mistakes planted, files damaged
     command.py   the command line
 

@@ -428,6 +428,48 @@ CATALOGUE: dict[str, Mistake] = {
     ),
 }
 
+STEP_MISTAKES: dict[str, Mistake] = {
+    "mean_of_means": Mistake(
+        "each micro-batch is divided by its own count and the means are averaged: short ones weigh too much",
+        "sum the counts of the whole step over ranks and micro-batches first (all_reduce), and divide by that",
+    ),
+    "local_count": Mistake(
+        "each rank divides by its own count, not by the step's",
+        "all_reduce the count before the first backward, and divide by it (times world_size under an average)",
+    ),
+    "forgot_world_size": Mistake(
+        "the step's count is divided by, and the average over ranks divides by their number once more",
+        "multiply the loss by world_size where gradients are averaged, or sum them",
+    ),
+    "double_division": Mistake(
+        "the step's count is divided by, and the number of micro-batches as well",
+        "take out one of the two: many frameworks divide by gradient_accumulation_steps themselves",
+    ),
+    "no_micro_division": Mistake(
+        "means of micro-batches are added up, not averaged",
+        "divide by the count of the step; a mean a micro-batch also needs 1 / accumulation_steps",
+    ),
+    "local_padded_width": Mistake(
+        "a micro-batch's own padded width stands where one constant should",
+        "divide by one constant (the generation budget), not by the width a micro-batch happens to be padded to",
+    ),
+    "local_group_statistics": Mistake(
+        "advantages use the part of a group that lies on this rank or in this micro-batch, not the whole group",
+        "gather (prompt id, reward) over the ranks and take mean and std of each whole group",
+    ),
+    "local_whitening": Mistake(
+        "advantages are standardised over this rank's or micro-batch's rows, not over the step's",
+        "combine count, mean and sum of squared deviations over the ranks, then standardise",
+    ),
+    "clip_before_reduce": Mistake(
+        "each rank clips its own gradient, and the clipped ones are averaged",
+        "reduce first, then clip the one gradient that the optimiser takes",
+    ),
+}
+"""Mistakes of a whole step over ranks and micro-batches, that no file alone can show (step/denominators.py)."""
+
+MISTAKES = {**CATALOGUE, **STEP_MISTAKES}
+
 NOTES: dict[str, str] = {
     "loss_zero_healthy": "a loss of 0 with a gradient: centred advantages and ratios of 1 cancel in the value, not in the "
     "gradient",
@@ -450,6 +492,6 @@ NOTES: dict[str, str] = {
 def finding(name: str, severity: str, evidence: str, rows=(), advice: str | None = None) -> Finding:
     """A finding with the catalogue's words; `evidence` says it in this batch's numbers."""
     if advice is None:
-        advice = CATALOGUE[name].advice if name in CATALOGUE else ""
-    what = CATALOGUE[name].what if name in CATALOGUE else NOTES[name]
+        advice = MISTAKES[name].advice if name in MISTAKES else ""
+    what = MISTAKES[name].what if name in MISTAKES else NOTES[name]
     return Finding(name, severity, f"{what}. {evidence}".strip(), tuple(int(row) for row in rows), advice)

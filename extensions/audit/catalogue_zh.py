@@ -481,6 +481,56 @@ CATALOGUE_ZH: dict[str, Chinese] = {
     "declared_not_seen": Chinese("声明的目标对不上", "按声明的目标重现不了上报的数", "与最佳匹配列出的各项选择逐一比较"),
 }
 
+STEP_MISTAKES_ZH: dict[str, Chinese] = {
+    "mean_of_means": Chinese(
+        "均值的均值",
+        "每个微批次除以自己的计数，再对这些均值取平均：短的微批次权重过大",
+        "先把整个一步在各 rank 和各微批次上的计数求和（all_reduce），再除以它",
+    ),
+    "local_count": Chinese(
+        "各 rank 除以自己的计数",
+        "每个 rank 除以自己的计数，而不是整个一步的计数",
+        "在第一次 backward 之前 all_reduce 计数，并除以它（梯度取平均时再乘 world_size）",
+    ),
+    "forgot_world_size": Chinese(
+        "忘了乘 world_size",
+        "已除以整个一步的计数，而各 rank 取平均时又除以了 rank 数",
+        "梯度取平均时把 loss 乘以 world_size，或者改为求和",
+    ),
+    "double_division": Chinese(
+        "重复除以微批次数",
+        "已除以整个一步的计数，又除以了微批次数",
+        "两者去掉一个：许多框架自己会除以 gradient_accumulation_steps",
+    ),
+    "no_micro_division": Chinese(
+        "微批次的均值直接相加",
+        "各微批次的均值被相加，没有取平均",
+        "除以整个一步的计数；用每个微批次的均值时还需要乘 1 / accumulation_steps",
+    ),
+    "local_padded_width": Chinese(
+        "用了微批次自己的填充宽度",
+        "本该用一个常数的地方，用了微批次自己的填充宽度",
+        "除以一个常数（生成预算），不要除以微批次恰好填充到的宽度",
+    ),
+    "local_group_statistics": Chinese(
+        "只用了组的一部分",
+        "优势只用了组落在这个 rank 或这个微批次里的部分，而不是整组",
+        "在各 rank 间收集（提示编号，奖励），对每个完整的组取均值和标准差",
+    ),
+    "local_whitening": Chinese(
+        "只在本地标准化",
+        "优势按这个 rank 或微批次的行标准化，而不是按整个一步的行",
+        "在各 rank 间合并计数、均值和离差平方和，再标准化",
+    ),
+    "clip_before_reduce": Chinese(
+        "归约之前就裁剪梯度",
+        "每个 rank 先裁剪自己的梯度，再对裁剪后的取平均",
+        "先归约，再裁剪优化器要用的那一个梯度",
+    ),
+}
+
+MISTAKES_ZH = {**CATALOGUE_ZH, **STEP_MISTAKES_ZH}
+
 NOTES_ZH: dict[str, Chinese] = {
     "loss_zero_healthy": Chinese(
         "loss 为 0 属正常", "loss 为 0 而有梯度：中心化的优势与等于 1 的比率在值里相互抵消，在梯度里不抵消"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Sequence
 
 import rl_lab
-from extensions.audit.catalogue import CATALOGUE, NOTES, SEVERITIES
+from extensions.audit.catalogue import MISTAKES, NOTES, SEVERITIES
 from extensions.audit.declared import parse_declared
 from extensions.audit.read.recording import read_recording
 from extensions.audit.recipes import RECIPES
@@ -17,6 +17,9 @@ from extensions.audit.run import audit
 from extensions.audit.say.chinese import CHINESE
 from extensions.audit.say.report import ENGLISH, Language, printed
 from extensions.audit.search.pairs import is_preference
+from extensions.audit.step.folder import read_step
+from extensions.audit.step.report import printed_step
+from extensions.audit.step.verdict import audit_step
 from extensions.read import SUFFIXES
 from extensions.read.names import table_text
 
@@ -26,7 +29,7 @@ LANGUAGES = {"en": ENGLISH, "zh": CHINESE}
 
 
 def list_mistakes(language: Language = ENGLISH) -> str:
-    out = [line for name in CATALOGUE for line in language.listed_lines(name)]
+    out = [line for name in MISTAKES for line in language.listed_lines(name)]
     out += ["", language.word("Not mistakes")]
     return "\n".join(out + [line for name in NOTES for line in language.listed_lines(name)])
 
@@ -40,9 +43,12 @@ def build_parser() -> rl_lab.LabParser:
         f"names, with shape, meaning and the other names that are accepted; dloss_d + any of them is a gradient\n"
         "(N rows, T tokens, M rows of the generation batch, P pairs, F reward functions, V vocabulary, E environments):\n"
         f"{table_text()}\n\n"
-        "example:\n  python -m extensions.audit extensions/audit/captures/trl_grpo_grpo_pass2.npz --declared grpo@trl-1.16.0",
+        "example:\n  python -m extensions.audit extensions/audit/captures/trl_grpo_grpo_pass2.npz --declared grpo@trl-1.16.0\n"
+        "  python -m extensions.audit recorded/step_000010/            one step: every rank and micro-batch",
     )
-    parser.add_argument("batch", nargs="?", type=Path, metavar="BATCH", help="the recorded batch")
+    parser.add_argument(
+        "batch", nargs="?", type=Path, metavar="BATCH", help="the recorded batch, or a folder: one optimiser step, rank0_mb0.npz ..."
+    )
     parser.add_argument(
         "--declared", metavar="ROW", help="the row the trainer is said to follow; differences become findings"
     )
@@ -61,8 +67,14 @@ def build_parser() -> rl_lab.LabParser:
         default="mistake",
         help="exit 1 for a finding of this severity or above; default mistake",
     )
+    parser.add_argument(
+        "--averaging",
+        choices=("mean", "sum"),
+        default="mean",
+        help="with a folder: how the ranks' gradients are joined; default mean, as DDP does",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--recipes", action="store_true", help="print the lines that record a batch in TRL or verl")
+    parser.add_argument("--recipes", action="store_true", help="print the lines that record a trainer: TRL, verl, any loop")
     parser.add_argument(
         "--lang",
         choices=tuple(LANGUAGES),
@@ -136,21 +148,27 @@ def _work(parser: rl_lab.LabParser, arguments) -> tuple[str, bool]:
 
         return "", damaged.run_damaged(arguments.damaged) if arguments.damaged else table.run(arguments.json)
     if arguments.batch is None:
-        parser.error("the following arguments are required: BATCH (a recorded batch), or --recipes, --list or --self-test")
+        parser.error("the following arguments are required: BATCH (a recorded batch or a folder), or --recipes, --list or --self-test")
     try:
         declared, numbers = parse_declared(arguments.declared, arguments.settings)
     except ValueError as problem:
         parser.error(str(problem))
     if arguments.json is not None:
         rl_lab.check_writable([arguments.json], expected_bytes=20_000)
-    recording = read_recording(arguments.batch)
     shown = rl_lab.one_line(arguments.batch)
+    is_step = arguments.batch.is_dir()
+    parts = read_step(arguments.batch) if is_step else []
+    recording = parts[0].recording if is_step else read_recording(arguments.batch)
     if declared is not None and declared.is_pairs != is_preference(recording):
         kind = "pairs" if declared.is_pairs else "rollouts"
         parser.error(f"argument --declared: {arguments.declared} is a row for {kind}, and {shown} holds the other kind")
-    report = audit(recording, declared, numbers)
+    if is_step:
+        report = audit_step(parts, declared, numbers, averaged=arguments.averaging == "mean")
+    else:
+        report = audit(recording, declared, numbers)
     if arguments.json is not None:
         rl_lab.replace_files({arguments.json: rl_lab.json_text(report.as_json())})
     worst = report.worst()
     fails = arguments.fail_on != "never" and worst is not None
-    return printed(report, shown, language), not (fails and SEVERITIES.index(worst) >= SEVERITIES.index(arguments.fail_on))
+    text = printed_step(report, shown, language) if is_step else printed(report, shown, language)
+    return text, not (fails and SEVERITIES.index(worst) >= SEVERITIES.index(arguments.fail_on))

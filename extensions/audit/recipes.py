@@ -1,71 +1,38 @@
-"""How to record a batch in TRL and verl: what --recipes prints."""
+"""How to record a batch of a trainer: what --recipes prints. The recording itself is extensions/record.py."""
 
 RECIPES = """\
-Recording recipes (the TRL ones are run by verification/test_audit_recipes.py against TRL 1.16.0):
+Recording a trainer (extensions/record.py; make the lab importable: PYTHONPATH=PATH/TO/LAB). Each recorded optimiser step
+is a folder with one file a rank and micro-batch; audit one file, or the folder as one step:
 
-TRL GRPOTrainer - subclass, and write what `_compute_loss` read and returned:
+    python -m extensions.audit recorded/step_000010/rank0_mb0.npz
+    python -m extensions.audit recorded/step_000010/
 
-    import numpy as np, torch
+TRL - GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer, and classes derived from them (run against TRL 1.16.0 by
+verification/test_audit_recipes.py): wrap the class, and build and train it as before:
 
-    class RecordingGRPOTrainer(GRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-            outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            if outputs[0].requires_grad:
-                self.recorded_logps = outputs[0]
-            return outputs
+    from extensions.record import record
 
-        def _compute_loss(self, model, inputs):
-            loss = super()._compute_loss(model, inputs)
-            logps = self.recorded_logps
-            (gradient,) = torch.autograd.grad(loss, logps, retain_graph=True)
-            arrays = {"logps": logps, "dloss_dlogps": gradient, "loss": loss, "mask": inputs["completion_mask"],
-                      "completion_ids": inputs["completion_ids"], "advantages": inputs["advantages"],
-                      "num_items_in_batch": torch.as_tensor(inputs["num_items_in_batch"]), "beta": torch.tensor(self.beta),
-                      "budget": torch.tensor(self.max_completion_length), "clip_low": torch.tensor(self.epsilon_low),
-                      "clip_high": torch.tensor(self.epsilon_high),
-                      "accumulation_steps": torch.tensor(self.current_gradient_accumulation_steps)}
-            for name, key in (("old_logps", "old_per_token_logps"), ("ref_logps", "ref_per_token_logps")):
-                if inputs.get(key) is not None:
-                    arrays[name] = inputs[key]
-            np.savez("batch.npz", **{name: value.detach().float().cpu().numpy() for name, value in arrays.items()})
-            return loss
+    trainer = record(GRPOTrainer, "recorded", every=10)(model, ...)
 
-`rewards` and `group_ids` let the audit check the advantages too. TRL computes them over the whole generation batch and then
-shuffles: record them where that happens, in `_generate_and_score_completions` (before the shuffle), with `advantages`, as a
-file of its own; groups are consecutive rows there: group_ids = np.arange(rows) // num_generations.
+Any loop - before loss.backward(), with the tensors that the loss was computed from:
 
-TRL DPOTrainer - the policy and then the reference run once in `_compute_loss`; keep what they return:
+    from extensions.record import record_loss
 
-    class RecordingDPOTrainer(DPOTrainer):
-        def _compute_loss(self, model, inputs, return_outputs=False):
-            seen = []
-            modules = {id(module): module for module in (model, self.ref_model) if module is not None}.values()
-            hooks = [module.register_forward_hook(lambda _, args, output: seen.append(output.get("log_probs")))
-                     for module in modules]
-            try:
-                result = super()._compute_loss(model, inputs, return_outputs)
-            finally:
-                for hook in hooks:
-                    hook.remove()
-            loss = result[0] if return_outputs else result
-            mask = inputs["completion_mask"][:, 1:].bool()               # the log-probability of token t + 1 stands at t
-            logps, ref_logps = (x[:, -mask.shape[1]:] for x in seen[:2])
-            (gradient,) = torch.autograd.grad(loss, seen[0], retain_graph=True)
-            chosen, rejected = torch.where(mask, logps, 0.0).sum(1).chunk(2)
-            ref_chosen, ref_rejected = torch.where(mask, ref_logps, 0.0).sum(1).chunk(2)
-            arrays = {"logps": logps, "ref_logps": ref_logps, "dloss_dlogps": gradient[:, -mask.shape[1]:], "loss": loss,
-                      "chosen_logps": chosen, "rejected_logps": rejected, "ref_chosen_logps": ref_chosen,
-                      "ref_rejected_logps": ref_rejected, "beta": torch.tensor(self.beta), "mask": mask}
-            np.savez("pairs.npz", **{name: value.detach().float().cpu().numpy() for name, value in arrays.items()})
-            return result
+    record_loss("recorded", loss, step=step, micro_batch=i, accumulation_steps=M, every=10,
+                logps=logps, old_logps=old_logps, mask=mask, advantages=advantages, rewards=rewards, group_ids=group_ids,
+                clip_low=0.2, clip_high=0.2)
 
-verl - in the actor's update, beside the call of the policy loss function (names as verl 0.9.1 has them):
+verl - in the actor's update, around the policy loss function (names as verl 0.9.1 has them; any function whose arguments
+have names of the table works):
 
-    pg_loss, metrics = policy_loss_fn(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages,
-                                      response_mask=response_mask, loss_agg_mode=loss_agg_mode, config=config)
-    (gradient,) = torch.autograd.grad(pg_loss, log_prob, retain_graph=True)
-    np.savez("batch.npz", **{name: x.detach().float().cpu().numpy() for name, x in dict(
-        log_prob=log_prob, old_log_probs=old_log_prob, response_mask=response_mask, advantages=advantages,
-        dloss_dlogps=gradient, loss=pg_loss, token_level_rewards=data["token_level_rewards"]).items()},
-        uid=np.array(data["uid"], dtype=str), clip_low=config.clip_ratio_low, clip_high=config.clip_ratio_high)
+    from extensions.record import record_loss_function
+
+    policy_loss_fn = record_loss_function(get_policy_loss_fn(loss_mode), "recorded", every=10,
+                                          accumulation_steps=self.gradient_accumulation)
+
+Arrays that you have already, under any name that --help lists:
+
+    from extensions.record import save
+
+    save("batch.npz", logps=logps, mask=mask, advantages=advantages, loss=loss, dloss_dlogps=gradient)
 """

@@ -10,8 +10,8 @@ import tempfile
 import unittest
 from pathlib import Path
 
-from extensions.audit.catalogue import CATALOGUE, NOTES, SEVERITIES, finding
-from extensions.audit.catalogue_zh import CATALOGUE_ZH, NOTES_ZH
+from extensions.audit.catalogue import MISTAKES, NOTES, SEVERITIES, finding
+from extensions.audit.catalogue_zh import MISTAKES_ZH, NOTES_ZH
 from extensions.audit.checks.advice import record_items
 from extensions.audit.command import LANGUAGES, list_mistakes, main
 from extensions.audit.proof.table import all_plants
@@ -45,7 +45,7 @@ def has_chinese(text: str) -> bool:
 
 
 def english(name: str) -> tuple[str, str]:
-    return tuple(CATALOGUE[name]) if name in CATALOGUE else (NOTES[name], "")
+    return tuple(MISTAKES[name]) if name in MISTAKES else (NOTES[name], "")
 
 
 def disagreements(said: str, in_chinese: str) -> list[str]:
@@ -84,19 +84,19 @@ def asked_for_in_the_code() -> set[str]:
 
 class Words(unittest.TestCase):
     def test_every_entry_has_both_languages(self):
-        self.assertEqual(list(CATALOGUE_ZH), list(CATALOGUE), "catalogue_zh.py has other names, or another order")
+        self.assertEqual(list(MISTAKES_ZH), list(MISTAKES), "catalogue_zh.py has other names, or another order")
         self.assertEqual(list(NOTES_ZH), list(NOTES))
-        for name in (*CATALOGUE, *NOTES):
+        for name in (*MISTAKES, *NOTES):
             heading, what, change = entry(name)
             with self.subTest(name):
                 self.assertTrue(has_chinese(heading) and has_chinese(what), "no Chinese")
                 self.assertEqual(has_chinese(change), bool(english(name)[1]), "advice in one language only")
                 self.assertLessEqual(columns(heading), 32, "a heading is a name, no sentence")
-        headings = [entry(name).heading for name in (*CATALOGUE, *NOTES)]
+        headings = [entry(name).heading for name in (*MISTAKES, *NOTES)]
         self.assertEqual(len(set(headings)), len(headings), "two findings share a Chinese name")
 
     def test_code_names_and_numbers_agree(self):
-        pairs = [(english(name)[k], entry(name)[k + 1]) for name in (*CATALOGUE, *NOTES) for k in (0, 1)]
+        pairs = [(english(name)[k], entry(name)[k + 1]) for name in (*MISTAKES, *NOTES) for k in (0, 1)]
         for said, in_chinese in [*pairs, *OTHER_ADVICE_ZH.items(), *RECORD_ITEMS_ZH.items(), *RECORD_NEXT_ZH.items()]:
             with self.subTest(said):
                 self.assertEqual(disagreements(said, in_chinese), [], in_chinese)
@@ -113,7 +113,7 @@ class Words(unittest.TestCase):
 
     def test_every_other_advice_is_there(self):
         self.assertEqual(advice_in_the_code(), set(OTHER_ADVICE_ZH))
-        every = [*OTHER_ADVICE_ZH, *(mistake.advice for mistake in CATALOGUE.values())]
+        every = [*OTHER_ADVICE_ZH, *(mistake.advice for mistake in MISTAKES.values())]
         items = [item for text in every if text.startswith("record ") for item in record_items(text)[0]]
         self.assertEqual({item for item in items if not NAME.fullmatch(item)}, set(RECORD_ITEMS_ZH))
 
@@ -125,7 +125,7 @@ class Words(unittest.TestCase):
     def test_a_shortened_list_is_put_together(self):
         self.assertEqual(advice("not_reproduced", "record terminal_values, both flags"), "请记录 terminal_values、两个标志")
         self.assertEqual(advice("beta_twice", "record beta"), "请记录 beta")
-        self.assertEqual(advice("loss_sign", CATALOGUE["loss_sign"].advice), CATALOGUE_ZH["loss_sign"].advice)
+        self.assertEqual(advice("loss_sign", MISTAKES["loss_sign"].advice), MISTAKES_ZH["loss_sign"].advice)
 
     def test_every_fixed_word_is_one_that_is_printed(self):
         files = ("say/report.py", "say/loss.py", "command.py")
@@ -165,7 +165,7 @@ class Output(unittest.TestCase):
 
     def test_every_name_of_the_catalogue(self):
         report = Report()
-        for name in (*CATALOGUE, *NOTES):
+        for name in (*MISTAKES, *NOTES):
             report.findings.append(finding(name, "mistake", "Seen in 3 of 8 rows, off by 0.25.", (1, 4)))
         self.check_report(report)
 
@@ -210,7 +210,7 @@ class Output(unittest.TestCase):
     def test_list(self):
         status, out, _ = self.run_main("--list", "--lang", "zh")
         self.assertEqual((status, out.rstrip("\n")), (0, list_mistakes(CHINESE)))
-        for name in (*CATALOGUE, *NOTES):
+        for name in (*MISTAKES, *NOTES):
             self.assertIn(f"{name}（{entry(name).heading}）\n", out)
         self.assertIn("\n不是错误\n", out)
         self.assertLessEqual(max(map(columns, out.splitlines())), 112)
@@ -241,7 +241,7 @@ class Wrapping(unittest.TestCase):
         self.assertEqual(wrap_wide("", 10), [])
 
     def test_nothing_is_lost(self):
-        for name in (*CATALOGUE, *NOTES):
+        for name in (*MISTAKES, *NOTES):
             text = entry(name).what + entry(name).advice
             for width in (20, 41, 110):
                 self.assertEqual("".join("".join(wrap_wide(text, width)).split()), "".join(text.split()))

@@ -89,7 +89,7 @@ class CommandLine(unittest.TestCase):
             self.assertIn(name, out)
         status, out, _ = self.run_main("--recipes")
         self.assertEqual(status, 0)
-        for name in ("RecordingGRPOTrainer", "RecordingDPOTrainer", "policy_loss_fn"):
+        for name in ("record(GRPOTrainer", "record_loss(", "record_loss_function(", "policy_loss_fn"):
             self.assertIn(name, out)
 
     def test_global_state_is_left_alone(self):

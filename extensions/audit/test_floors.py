@@ -7,7 +7,7 @@ import unittest
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FLOORS = ("read", "reading", "search", "checks", "say", "run", "proof", "command")  # lowest first
+FLOORS = ("read", "reading", "search", "checks", "say", "run", "step", "proof", "command")  # lowest first
 BESIDE = {"tolerance": "read", "declared": "search", "catalogue": "search", "catalogue_zh": "search", "words_zh": "search", "recipes": "command"}  # files that share a floor
 
 

@@ -4,7 +4,7 @@ A new name is an entry of FIELDS, or an alias in one. The audit's checks and --h
 `extensions.objectives --batch`, are made from this table; nothing is typed a second time.
 
 Letters: N rows (answers), T padded width, M rows of the generation batch that a micro-batch was cut from, P pairs, F reward
-functions, V vocabulary, E environments.
+functions, V vocabulary, E environments, G parameters.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ _TOKEN = (
     _real("dloss_dvpreds", "", "N T", "gradient of the loss with respect to vpreds"),
     _real("dloss_dentropies", "", "N T", "gradient of the loss with respect to entropies"),
     _real("dloss_dloss_mat", "", "N T", "gradient of the loss with respect to loss_mat"),
+    _real("backward_dlogps", "", "N T", "gradient that backward() brought to logps, where that is another one"),
     _real("dkl_dlogps", "", "N T", "gradient of the KL term with respect to logps"),
     _real("logits", "", "N T V", "logits of the policy"),
     _real("ref_logits", "", "N T V", "logits of the reference"),
@@ -127,7 +128,7 @@ _ROW = (
     _whole("prompt_lengths", "prompt_lens", "N", "tokens of the prompt"),
     _whole("lengths", "completion_lengths response_lengths response_length", "N", "tokens of the answer"),
     _flag("row_truncated", "is_truncated", "N", "answers cut at the length limit"),
-    _whole("micro_batch_ids", "micro_batch microbatch_ids", "N", "micro-batch of each row"),
+    _whole("micro_batch_ids", "microbatch_ids", "N", "micro-batch of each row"),
     _real("seq_logps", "sequence_logps", "N", "log-probability of the whole answer"),
     _real("ref_seq_logps", "", "N", "the same under the reference"),
     _real("gen_rewards", "", "M", "rewards of the generation batch"),
@@ -190,6 +191,9 @@ _NUMBERS = (
     _setting("window_tokens", "", "tokens of the optimiser step as this rank sees it", 0),
     _setting("accumulation_steps", "gradient_accumulation_steps current_gradient_accumulation_steps", "micro-batches a step", 1, 1e12),
     _setting("world_size", "num_processes dp_size", "ranks", 1, 1e12),
+    _setting("rank", "process_index", "number of this rank, from 0", 0, 1e12),
+    _setting("micro_batch", "", "number of this micro-batch within its optimiser step, from 0", 0, 1e12),
+    _setting("step", "global_step", "optimiser steps before this one", 0, 1e15),
     _setting("steps_per_generation", "", "optimiser micro-steps per generation batch", 1, 1e12),
     _setting("budget", "max_completion_length loss_scale_factor", "constant that a sum is divided by", 1, 1e12),
     _setting("temperature", "", "sampling temperature", 0),
@@ -198,6 +202,9 @@ _NUMBERS = (
     _setting("gamma", "", "discount", 0, 1),
     _setting("lam", "gae_lambda lmbda lambda_", "lambda of GAE", 0, 1),
     _setting("pass_index", "pass epoch_of_batch pass_over_generation", "passes over this batch before this one", 0),
+    _setting("max_grad_norm", "", "norm that the gradient is clipped to", 0, INF, True),
+    _real("rank_gradient", "", "G", "gradient of the parameters that this rank hands to the reduction, before any clip"),
+    _real("step_gradient", "", "G", "gradient of the parameters that the optimiser took, the same on every rank"),
     _whole("eos_id", "eos_token_id", "1 or K", "id or ids that end an answer"),
 )
 _LOGS = (
@@ -236,7 +243,7 @@ TOKEN_ARRAYS = tuple(f.name for f in FIELDS.values() if f.shape == "N T" and f.n
 ROW_ARRAYS = tuple(f.name for f in FIELDS.values() if f.shape == "N" and f.name not in _OWN_SHAPE_CHECK)
 RANGES = {f.name: (f.low, f.high) for f in FIELDS.values() if f.kind == "setting" and (f.low, f.high) != (-INF, INF)}
 
-NOT_NEEDED = ("prompt_ids", "prompt_mask", "prompts", "actions", "backward_dlogps", "old_seq_logps", "dloss_dseq_logps")
+NOT_NEEDED = ("prompt_ids", "prompt_mask", "prompts", "actions", "old_seq_logps", "dloss_dseq_logps")
 """Names that recordings often hold and no check reads."""
 NEGATIVE = ("neglogpacs", "neglogp", "old_neglogp", "old_neglogpacs", "neglogprobs")
 """Names of minus log-probabilities: never taken as log-probabilities, only pointed out."""

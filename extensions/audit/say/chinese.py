@@ -5,8 +5,8 @@ Evidence is made of the batch's numbers and of the names of objectives, arrays a
 
 from __future__ import annotations
 
-from extensions.audit.catalogue import CATALOGUE, NOTES, Finding
-from extensions.audit.catalogue_zh import CATALOGUE_ZH, NOTES_ZH, Chinese
+from extensions.audit.catalogue import MISTAKES, NOTES, Finding
+from extensions.audit.catalogue_zh import MISTAKES_ZH, NOTES_ZH, Chinese
 from extensions.audit.checks.advice import record_items
 from extensions.audit.say.report import Language, rows_shown
 from extensions.audit.say.wide import wrap_wide
@@ -21,13 +21,13 @@ def word(text: str) -> str:
 
 
 def entry(name: str) -> Chinese:
-    return CATALOGUE_ZH[name] if name in CATALOGUE_ZH else NOTES_ZH[name]
+    return MISTAKES_ZH[name] if name in MISTAKES_ZH else NOTES_ZH[name]
 
 
 def advice(name: str, text: str) -> str:
     """The advice of a finding in Chinese; a list that was shortened to what is still missing is put together again."""
-    if name in CATALOGUE and text == CATALOGUE[name].advice:
-        return CATALOGUE_ZH[name].advice
+    if name in MISTAKES and text == MISTAKES[name].advice:
+        return MISTAKES_ZH[name].advice
     if text in OTHER_ADVICE_ZH or not text.startswith("record "):
         return OTHER_ADVICE_ZH.get(text, text)
     items, tail = record_items(text)
@@ -36,7 +36,7 @@ def advice(name: str, text: str) -> str:
 
 def evidence(f: Finding) -> str:
     """The finding's evidence without the catalogue's English sentence."""
-    what = CATALOGUE[f.name].what if f.name in CATALOGUE else NOTES[f.name]
+    what = MISTAKES[f.name].what if f.name in MISTAKES else NOTES[f.name]
     return f.evidence.removeprefix(f"{what}.").strip()
 
 

@@ -11,7 +11,7 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Callable, NamedTuple, Sequence
 
-from extensions.audit.catalogue import CATALOGUE, NOTES, SEVERITIES, Finding
+from extensions.audit.catalogue import MISTAKES, NOTES, SEVERITIES, Finding
 from extensions.audit.search.match import Match, rows_with
 
 
@@ -186,7 +186,7 @@ class Language(NamedTuple):
 
     word: Callable[[str], str]  # a title or a fixed word, from the English one
     finding_lines: Callable[[Finding], list[str]]
-    listed_lines: Callable[[str], list[str]]  # an entry of CATALOGUE or NOTES, for --list
+    listed_lines: Callable[[str], list[str]]  # an entry of MISTAKES or NOTES, for --list
 
 
 def _english_finding(f: Finding) -> list[str]:
@@ -204,7 +204,7 @@ def rows_shown(f: Finding) -> str:
 def _english_entry(name: str) -> list[str]:
     if name in NOTES:
         return [name, *textwrap.wrap(NOTES[name], 110, initial_indent="    ", subsequent_indent="    ")]
-    what, advice = CATALOGUE[name]
+    what, advice = MISTAKES[name]
     return [
         name,
         *textwrap.wrap(what, 110, initial_indent="    ", subsequent_indent="    "),

@@ -106,7 +106,10 @@ def build(recording: Recording, mask: np.ndarray | None = None) -> Preferences:
     needs_pairs = "chosen_logps" in a
     if has_tokens and (not needs_pairs or len(a["logps"]) == 2 * a["chosen_logps"].size):
         given = {name: a[name] for name in ("ref_logps", "labels", "kl_seq_logps", "ref_kl_seq_logps") if name in a}
-        return make_preferences(logps=a["logps"], mask=a["mask"] if mask is None else mask, dtype=torch.float64, **given)
+        mask = a["mask"] if mask is None else mask
+        if "ref_logps" not in given and "ref_chosen_logps" in a and "ref_rejected_logps" in a:
+            given["ref_logps"] = _sums_on_one_token(np.concatenate([a["ref_chosen_logps"], a["ref_rejected_logps"]]), mask)
+        return make_preferences(logps=a["logps"], mask=mask, dtype=torch.float64, **given)
     if not needs_pairs and "seq_logps" in a and "labels" in a:
         return _of_labelled_sums(recording)
     if "chosen_logps" not in a or "rejected_logps" not in a:
@@ -133,6 +136,13 @@ def _of_labelled_sums(recording: Recording) -> Preferences:
     if "ref_seq_logps" in a:
         given["ref_logps"] = a["ref_seq_logps"].reshape(-1, 1)
     return make_preferences(logps=logps, mask=np.ones(logps.shape, dtype=bool), dtype=torch.float64, **given)
+
+
+def _sums_on_one_token(sums: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """A reference of which only the sums are known, as token arrays: all on the first counted token of each answer."""
+    made = np.zeros(mask.shape)
+    made[np.arange(len(mask)), mask.argmax(1)] = sums
+    return made
 
 
 def with_means(recording: Recording, data: Preferences) -> Preferences | None:

@@ -1,0 +1,1 @@
+"""One optimiser step from the files of its ranks and micro-batches."""

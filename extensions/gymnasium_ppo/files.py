@@ -29,7 +29,7 @@ def run_document(trainer: Trainer, evaluation: dict, sampled: dict) -> dict:
     """What ppo.json holds: everything to run it again, and how it ended. No wall-clock time: equal runs, equal bytes."""
     versions = {**software(), "numpy": np.__version__, "gymnasium": import_gymnasium().__version__}
     return {
-        "algorithm": "ppo",
+        "algorithm": trainer.algorithm,
         "config": config_of(trainer.run),
         "software": versions,
         "parameters": trainer.policy.flat.numel(),

@@ -43,7 +43,10 @@ class EnvironmentSettings(RolloutSettings, StepSettings):
     learning_rate: float = setting(1e-3, Range(float, 0, 100, above=True), "Adam learning rate of the critic", "critic")
 
 
-PRESETS: dict[str, dict[str, float | str]] = {}
+PRESETS: dict[str, dict[str, float | str]] = {
+    "Acrobot-v1": dict(normalise_observations=1, normalise_rewards=1),
+    "Pendulum-v1": dict(gamma=0.9, environments=2, rollout_rows=512, normalise_rewards=1),
+}
 """Settings that differ from the defaults, per environment; a flag on the command line wins over its preset."""
 
 FIXED = {"advantage_normalisation": "rollout", "schedule": "constant"}

@@ -1,4 +1,4 @@
-"""TRPO with a network in a Gymnasium environment: the step against a dense Fisher matrix, the limit kept, the command."""
+"""TRPO with a network: the Fisher products against a dense matrix, and training inside delta."""
 
 import contextlib
 import io
@@ -10,143 +10,124 @@ from unittest import mock
 
 import torch
 
-import plot_results
-from extensions.gymnasium_ppo import environments
+from extensions.gymnasium_ppo import Batch, Policy
+from extensions.gymnasium_ppo.environments import MISSING
+from extensions.gymnasium_ppo.fixtures import needs_gymnasium
 from extensions.trust_region import command
 from extensions.trust_region.environment import COLUMNS, TrustRegionTrainer, mean_kl, run_of, step_on_batch, surrogate
-from extensions.trust_region.figure import draw_environment
-from extensions.trust_region.step import conjugate_gradients, fisher_products
-from rl_lab import FileProblem
-from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
+from extensions.trust_region.step import conjugate_gradients, damped, fisher_products
 
-try:
-    environments.import_gymnasium()
-except FileProblem:
-    HAS_GYMNASIUM = False
-else:
-    HAS_GYMNASIUM = True
-
-SMALL = dict(steps=1024, rollout_rows=128, environments=2, hidden=4, seed=3)
+SMALL = dict(environments=2, rollout_rows=32, hidden=8, evaluation_episodes=2)
+TOLERANCE, DAMPING = 1e-10, 0.1
 
 
-def first_batch(env: str = "CartPole-v1", **more):
-    """A small policy and its first rollout, advantages standardised over it."""
-    trainer = TrustRegionTrainer(run_of(env, **{**SMALL, **more}))
-    kept = {}
-    with mock.patch.object(TrustRegionTrainer, "update", lambda self, batch, where: kept.update(batch=batch) or stop()):
-        with contextlib.suppress(StopIteration):
-            trainer.advance()
-    return trainer, kept["batch"]
+def policy_and_batch(continuous: bool, rows: int = 24) -> tuple[Policy, Batch]:
+    generator = torch.Generator().manual_seed(4)
+    policy = Policy(3, 2, continuous, 4, generator)
+    policy.flat += 0.4 * torch.randn(policy.flat.shape, generator=generator, dtype=torch.float64)
+    seen = torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        parameters = policy.parameters_at(seen)
+        noise = policy.distribution.noise(1, rows, generator)[0]
+        actions = torch.from_numpy(policy.act(seen.numpy(), noise))
+        logps, values = policy.distribution.logps(parameters, actions), policy.values(seen)
+    advantages = torch.randn(rows, generator=generator, dtype=torch.float64)
+    return policy, Batch(seen, actions, parameters, logps, values, advantages, values)
 
 
-def stop():
-    raise StopIteration
+def dense_fisher(policy: Policy, batch: Batch) -> torch.Tensor:
+    """E[score score'], exact over the actions: mean over states of J' F_s J, J = d (distribution's parameters) / d theta.
+
+    Categorical: F_s = diag(p) - p p'. Gaussian (mean, log std): F_s = diag(1 / s^2, 2). No second derivative is taken.
+    """
+    rows = []
+    for state in policy.parameters_at(batch.observations):
+        gradients = [torch.autograd.grad(x, policy.actor_leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
+                     for x in state]  # fmt: skip
+        jacobian = torch.stack([torch.cat([g.flatten() for g in one]) for one in gradients])
+        if policy.distribution.continuous:
+            inverse = (-2 * state.detach()[2:]).exp()
+            of_state = torch.diag(torch.cat([inverse, torch.full_like(inverse, 2.0)]))
+        else:
+            p = state.detach().softmax(-1)
+            of_state = torch.diag(p) - torch.outer(p, p)
+        rows.append(jacobian.T @ of_state @ jacobian)
+    return torch.stack(rows).mean(0)
 
 
-@unittest.skipUnless(HAS_GYMNASIUM, environments.MISSING)
-class StepOfANetwork(unittest.TestCase):
-    def test_products_and_solution_equal_the_dense_fisher_matrix(self):
-        """F of the mean KL, by torch's own Hessian over all weights of the actor; F v and (F + 0.1 I)^-1 g at 1e-10."""
+def flat(vectors) -> torch.Tensor:
+    return torch.cat([v.flatten() for v in vectors])
+
+
+class Network(unittest.TestCase):
+    def test_double_backward_and_conjugate_gradients_equal_the_dense_fisher(self):
+        for continuous in (False, True):
+            with self.subTest(continuous=continuous):
+                policy, batch = policy_and_batch(continuous)
+                gradient = list(torch.autograd.grad(surrogate(policy, batch), policy.actor_leaves))
+                products, dense = fisher_products(mean_kl(policy, batch), policy.actor_leaves), dense_fisher(policy, batch)
+                gap = (flat(products(gradient)) - dense @ flat(gradient)).abs().max().item()
+                self.assertLess(gap, TOLERANCE, "F v by double backward = mean J' F_s J v")
+                x = flat(conjugate_gradients(damped(products, DAMPING), gradient, 200))
+                wanted = torch.linalg.solve(dense + DAMPING * torch.eye(len(dense), dtype=torch.float64), flat(gradient))
+                self.assertLess((x - wanted).abs().max().item(), TOLERANCE, "x = (F + damping I)^-1 g")
+                twin = flat(products(gradient)) + DAMPING * flat(gradient)  # damping taken for a part of F
+                self.assertGreater((twin - dense @ flat(gradient)).abs().max().item(), 1e-4)
+
+    def test_a_step_moves_the_actor_alone_and_stays_inside(self):
+        for continuous in (False, True):
+            policy, batch = policy_and_batch(continuous)
+            actor, critic = flat(policy.actor_leaves).detach().clone(), flat(policy.critic_leaves).detach().clone()
+            before = surrogate(policy, batch).item()
+            step = step_on_batch(policy, batch, run_of("x").settings)
+            self.assertTrue(step.moved)
+            self.assertGreater(surrogate(policy, batch).item(), before)
+            self.assertLessEqual(mean_kl(policy, batch).item(), 0.01)
+            self.assertFalse(torch.equal(flat(policy.actor_leaves), actor))
+            self.assertTrue(torch.equal(flat(policy.critic_leaves), critic))
+
+
+@needs_gymnasium
+class Training(unittest.TestCase):
+    def test_every_step_stays_inside_delta_and_the_full_step_would_not(self):
         for env in ("CartPole-v1", "Pendulum-v1"):
-            trainer, batch = first_batch(env)
-            policy = trainer.policy
-            leaves = policy.actor_leaves
-            shapes = [leaf.shape for leaf in leaves]
-            gradients = torch.autograd.grad(mean_kl(policy, batch), leaves, create_graph=True)
-            flat = torch.cat([g.flatten() for g in gradients])
-            dense = torch.stack(
-                [torch.cat([h.flatten() for h in torch.autograd.grad(entry, leaves, retain_graph=True)]) for entry in flat]
-            )
-
-            def parts(vector):
-                return [p.reshape(s) for p, s in zip(vector.split([s.numel() for s in shapes]), shapes)]
-
-            v = torch.randn(len(flat), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-            product = fisher_products(mean_kl(policy, batch), leaves)
-            got = torch.cat([x.flatten() for x in product(parts(v))])
-            with self.subTest(env=env):
-                self.assertLess((got - dense @ v).abs().max() / (dense @ v).abs().max(), 1e-10, "F v by double backward")
-                g = torch.cat([x.flatten() for x in torch.autograd.grad(surrogate(policy, batch), leaves)])
-                damped = lambda x: [a + 0.1 * b for a, b in zip(product(x), x)]  # noqa: E731
-                x = torch.cat([a.flatten() for a in conjugate_gradients(damped, parts(g), 200)])
-                wanted = torch.linalg.solve(dense + 0.1 * torch.eye(len(dense), dtype=torch.float64), g)
-                self.assertLess((x - wanted).norm() / wanted.norm(), 1e-10, "(F + damping I)^-1 g by conjugate gradients")
-                self.assertLess(dense.diagonal().min(), 1e-3)  # unused directions are what the damping is for
-            trainer.close()
-
-    def test_a_step_stays_inside_delta_and_gains(self):
-        """Without the line search the first batch's full step may leave delta; what is taken never does, and it gains."""
-        for delta in (0.001, 0.01, 0.1):
-            trainer, batch = first_batch(delta=delta)
-            before = surrogate(trainer.policy, batch).item()
-            step = step_on_batch(trainer.policy, batch, trainer.run.settings)
-            with self.subTest(delta=delta):
-                self.assertTrue(step.moved)
-                self.assertLessEqual(mean_kl(trainer.policy, batch).item(), delta)
-                self.assertAlmostEqual(surrogate(trainer.policy, batch).item() - before, step.gain, 12)
-                self.assertGreater(step.gain, 0)
-            trainer.close()
-
-    def test_the_critic_is_untouched_by_the_step_and_the_actor_by_the_critic(self):
-        trainer, batch = first_batch()
-        critic = [leaf.clone() for leaf in trainer.policy.critic_leaves]
-        step_on_batch(trainer.policy, batch, trainer.run.settings)
-        self.assertTrue(all(torch.equal(a, b) for a, b in zip(critic, trainer.policy.critic_leaves)))
-        actor = [leaf.clone() for leaf in trainer.policy.actor_leaves]
-        trainer.train_critic(batch, "here")
-        self.assertTrue(all(torch.equal(a, b) for a, b in zip(actor, trainer.policy.actor_leaves)))
-        self.assertFalse(all(torch.equal(a, b) for a, b in zip(critic, trainer.policy.critic_leaves)))
-        trainer.close()
-
-    def test_every_update_of_a_run_keeps_the_limit_and_repeats(self):
-        histories = []
-        for _ in range(2):
-            trainer = TrustRegionTrainer(run_of("CartPole-v1", **SMALL))
+            trainer = TrustRegionTrainer(run_of(env, **SMALL, steps=64 * 8))
+            self.addCleanup(trainer.close)
             while not trainer.finished:
                 trainer.advance()
-            histories.append(trainer.history)
-            trainer.close()
-        self.assertEqual(histories[0], histories[1])
-        self.assertEqual(tuple(histories[0][0]), COLUMNS)
-        self.assertLessEqual(max(row["kl_old_current"] for row in histories[0]), 0.01)
-        self.assertGreater(max(row["full_kl"] for row in histories[0]), 0.009, "the full steps use what is allowed")
+            self.assertEqual(tuple(trainer.history[0]), COLUMNS)
+            self.assertLessEqual(max(row["kl_old_current"] for row in trainer.history), 0.01, "KL(old || new) <= delta")
+            self.assertGreater(max(row["full_kl"] for row in trainer.history), 0.01, "without the line search delta is broken")
+
+    def test_files_repeat_the_run(self):
+        with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()) as out:
+            folder, figure = Path(name) / "run", Path(name) / "f.svg"
+            arguments = [f"--{key.replace('_', '-')}={value}" for key, value in SMALL.items()]
+            command.main(["--env", "CartPole-v1", "--steps", "128", "--output", str(folder), "--plot", str(figure), *arguments])
+            document = json.loads((folder / "trpo.json").read_text())
+            self.assertEqual(run_of(**document["config"]), run_of("CartPole-v1", steps=128, **SMALL))
+            self.assertEqual(document["trust_region"]["above_delta"], 0)
+            self.assertIn("0 above delta 0.01", out.getvalue())
+            self.assertIn("without its line search", figure.read_text())
 
 
-@unittest.skipUnless(HAS_GYMNASIUM, environments.MISSING)
-class CommandWithAnEnvironment(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
-
-    def run_it(self, *arguments: str) -> str:
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            command.main([*arguments])
-        return out.getvalue()
-
-    def test_files_and_figure(self):
-        flags = ["--env", "CartPole-v1", "--steps", "512", "--rollout-rows", "128", "--environments", "2"]
-        text = self.run_it(*flags, "--output", str(self.folder / "a"), "--plot", str(self.folder / "a.svg"))
-        self.assertIn("0 above delta 0.01", text)
-        document = json.loads((self.folder / "a" / "trpo.json").read_text())
-        self.assertEqual(document["trust_region"]["above_delta"], 0)
-        self.assertEqual({"mean_return", "std_return", "episodes", "deterministic"} - set(document["evaluation"]), set())
-        (curves,) = plot_results.read_folder(self.folder / "a")
-        self.assertEqual((curves.kind, curves.method), ("environment", "trpo"))
-        titles = [axis.get_title() for axis in draw_environment([curves]).axes]
-        self.assertIn("trpo: 0 of 2 updates above delta (black)", titles)
+class Flags(unittest.TestCase):
+    def refused(self, *arguments: str) -> str:
+        err = io.StringIO()
+        with contextlib.redirect_stderr(err), self.assertRaises(SystemExit) as stop:
+            command.main(list(arguments))
+        self.assertEqual((stop.exception.code, err.getvalue().count("\n")), (2, 1))
+        return err.getvalue()
 
     def test_flags_of_the_other_mode_are_refused(self):
-        for arguments, words in (
-            (["--output", "x"], "argument --output: needs --env"),
-            (["--env", "CartPole-v1", "--task", "bandit"], "argument --task: not allowed with --env"),
-            (["--env", "CartPole-v1", "--json", "x.json"], "argument --json: not allowed with --env"),
-            (["--env", "CartPole-v1", "--beside", "x"], "argument --beside: is drawn by --plot"),
-            (["--env", "NoSuch-v0"], "argument --env"),
-        ):
-            error = io.StringIO()
-            with self.subTest(arguments=arguments), self.assertRaises(SystemExit) as ended, contextlib.redirect_stderr(error):
-                command.main(arguments)
-            self.assertEqual(ended.exception.code, 2)
-            self.assertIn(words, error.getvalue())
+        self.assertIn("--gamma: needs --env", self.refused("--gamma", "0.9"))
+        self.assertIn("--samples: not allowed with --env", self.refused("--env", "CartPole-v1", "--samples", "3"))
+        self.assertIn("--seeds: not allowed", self.refused("--env", "CartPole-v1", "--seeds", "0-1", "--seed", "3"))
+
+    def test_without_gymnasium_one_sentence(self):
+        with mock.patch.dict("sys.modules", {"gymnasium": None}):
+            self.assertIn(MISSING, self.refused("--env", "CartPole-v1"))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,6 +1,7 @@
 """extensions/gymnasium_ppo against stable-baselines3's PPO: return and time, in pairs, in one run on one machine.
 
     python -m verification.benchmark_environments [--env CartPole-v1 ...] [--seeds 0-4] [--steps 100000] [--episodes 20]
+    python -m verification.benchmark_environments --trpo    extensions/trust_region against sb3-contrib's TRPO (2.9.2)
 
 Needs stable-baselines3 and gymnasium in the versions of verification/requirements.txt. Theirs runs with the settings that
 rl-baselines3-zoo tuned for the environment (hyperparams/ppo.yml @00128b5), with the plain Gaussian where the zoo uses
@@ -21,6 +22,8 @@ import torch
 
 from extensions.gymnasium_ppo.settings import run_of
 from extensions.gymnasium_ppo.training import EVALUATION_SEEDS, Trainer, seeds_for
+from extensions.trust_region.environment import TrustRegionTrainer
+from extensions.trust_region.environment import run_of as trust_region_run
 from rl_lab import LabParser, format_table, parse_seeds
 
 ZOO = {
@@ -33,6 +36,17 @@ ZOO = {
     ),
     "Acrobot-v1": dict(environments=16, normalise=True, n_steps=256, gae_lambda=0.94, gamma=0.99, n_epochs=4, ent_coef=0.0),
 }  # fmt: skip
+
+
+THEIR_TRPO = {
+    "CartPole-v1": dict(environments=2, n_steps=512, batch_size=512, cg_damping=1e-3, gae_lambda=0.98, gamma=0.99,
+        learning_rate=1e-3, n_critic_updates=20),
+    "Pendulum-v1": dict(environments=2, n_steps=1024, gae_lambda=0.95, gamma=0.9, n_critic_updates=15, learning_rate=1e-3,
+        sub_sampling_factor=1),
+    "Acrobot-v1": dict(environments=2, normalise=True, n_steps=1024, gae_lambda=0.95, gamma=0.99, n_critic_updates=20,
+        learning_rate=1e-3),
+}  # fmt: skip
+"""Chosen here: sb3-contrib's defaults, with rollouts, lambda and passes of the critic that suit the task; not the zoo's."""
 
 
 class Result(NamedTuple):
@@ -56,8 +70,11 @@ def timed(work: Callable[[], None]) -> tuple[float, float]:
     return time.process_time() - cpu, time.perf_counter() - clock
 
 
-def train_ours(env: str, seed: int, steps: int) -> Timed:
-    trainer = Trainer(run_of(env, seed=seed, steps=steps))
+def train_ours(env: str, seed: int, steps: int, trpo: bool = False) -> Timed:
+    if trpo:
+        trainer = TrustRegionTrainer(trust_region_run(env, seed=seed, steps=steps))
+    else:
+        trainer = Trainer(run_of(env, seed=seed, steps=steps))
     spaces = trainer.collector.spaces
 
     def work() -> None:
@@ -69,16 +86,19 @@ def train_ours(env: str, seed: int, steps: int) -> Timed:
     return Timed(lambda batch: spaces.write(trainer.policy.act(trainer.observations(spaces.read(batch)), None)), *took)
 
 
-def train_theirs(env: str, seed: int, steps: int) -> Timed:
-    from stable_baselines3 import PPO
+def train_theirs(env: str, seed: int, steps: int, trpo: bool = False) -> Timed:
+    if trpo:
+        from sb3_contrib import TRPO as Method
+    else:
+        from stable_baselines3 import PPO as Method
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecNormalize
 
-    settings = dict(ZOO[env])
+    settings = dict((THEIR_TRPO if trpo else ZOO)[env])
     environments = make_vec_env(env, n_envs=settings.pop("environments"), seed=seed)
     if settings.pop("normalise", False):
         environments = VecNormalize(environments, gamma=settings["gamma"])
-    model = PPO("MlpPolicy", environments, seed=seed, device="cpu", **settings)
+    model = Method("MlpPolicy", environments, seed=seed, device="cpu", **settings)
     took = timed(lambda: model.learn(total_timesteps=steps))
 
     def act(batch: np.ndarray) -> np.ndarray:
@@ -104,13 +124,13 @@ def evaluate(env: str, act: Callable[[np.ndarray], np.ndarray], seed: int, episo
     return float(returns.mean()), float(returns.std())
 
 
-def compare(env: str, seeds: list[int], steps: int, episodes: int) -> dict[str, list[Result]]:
+def compare(env: str, seeds: list[int], steps: int, episodes: int, trpo: bool) -> dict[str, list[Result]]:
     """Both programs on every seed; the one that goes first alternates."""
-    results: dict[str, list[Result]] = {"ours": [], "stable-baselines3": []}
-    programs = {"ours": train_ours, "stable-baselines3": train_theirs}
+    programs = {"ours": train_ours, "sb3-contrib" if trpo else "stable-baselines3": train_theirs}
+    results: dict[str, list[Result]] = {name: [] for name in programs}
     for number, seed in enumerate(seeds):
         for name in list(programs)[:: 1 if number % 2 == 0 else -1]:
-            training = programs[name](env, seed, steps)
+            training = programs[name](env, seed, steps, trpo)
             result = Result(*evaluate(env, training.act, seed, episodes), *training[1:])
             results[name].append(result)
             print(
@@ -127,15 +147,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=parse_seeds, default=list(range(5)), metavar="A-B", help="default 0-4")
     parser.add_argument("--steps", type=int, default=100_000, help="environment steps of each training; default 100000")
     parser.add_argument("--episodes", type=int, default=20, help="evaluation episodes; default 20")
+    parser.add_argument("--trpo", action="store_true", help="TRPO of both, instead of PPO; needs sb3-contrib==2.9.2")
     arguments = parser.parse_args()
     try:
         import stable_baselines3  # noqa: F401
     except ModuleNotFoundError:
         sys.exit("stable-baselines3 is not installed; python -m pip install -r verification/requirements.txt brings it")
+    if arguments.trpo:
+        try:
+            import sb3_contrib  # noqa: F401
+        except ModuleNotFoundError:
+            sys.exit("sb3-contrib is not installed: python -m pip install sb3-contrib==2.9.2")
     torch.set_num_threads(1)
     rows = []
     for env in arguments.env:
-        results = compare(env, arguments.seeds, arguments.steps, arguments.episodes)
+        results = compare(env, arguments.seeds, arguments.steps, arguments.episodes, arguments.trpo)
         for name, of_program in results.items():
             means = [result.mean for result in of_program]
             times = [statistics.median(column) for column in list(zip(*of_program))[2:]]

@@ -9,9 +9,10 @@
     training.py      Trainer: the loop, the evaluation, the state of a checkpoint
     files.py         ppo.csv, ppo.json, checkpoint.npz; command.py is the command line
 
-For another method on the same environments: `make_environments` and `Collector.collect` give rollouts, `Policy` has the
-actor's parameters first in `flat` (`actor_leaves`, `parameters_at`, `distribution.kl`), `batch_of` turns a rollout into old
-log-probabilities, advantages and returns, and `evaluate` measures. Importing this package does not import Gymnasium.
+Another method on the same environments is a subclass of `Trainer` (extensions/trust_region/environment.py is one), or is built
+from the parts: `make_environments` and `Collector.collect` give rollouts, `Policy` has the actor's parameters first in `flat`
+(`actor_leaves`, `parameters_at`), `batch_of` turns a rollout into old log-probabilities, advantages and returns, and `evaluate`
+measures. Importing this package does not import Gymnasium.
 
 Source: arXiv 1707.06347; time limits arXiv 1712.00378. Left out: recurrent policies, images as images, action masks, several
 processes.
@@ -21,9 +22,9 @@ from extensions.gymnasium_ppo.boundaries import MISTAKES, Mistake, Steps, advant
 from extensions.gymnasium_ppo.environments import AUTORESET, Collector, Rollout, Spaces, make_environments
 from extensions.gymnasium_ppo.normalise import ObservationNormaliser, RewardNormaliser
 from extensions.gymnasium_ppo.policy import Categorical, Gaussian, Policy
-from extensions.gymnasium_ppo.settings import PRESETS, EnvironmentSettings, Run, run_of
+from extensions.gymnasium_ppo.settings import PRESETS, EnvironmentSettings, RolloutSettings, Run, make_run, run_of
 from extensions.gymnasium_ppo.training import Trainer, evaluate, train
-from extensions.gymnasium_ppo.update import Batch, batch_of, descend_flat, gradient_of, ppo_loss, update_on_batch
+from extensions.gymnasium_ppo.update import Batch, batch_of, descend_flat, gradient_of, minibatches, ppo_loss, update_on_batch
 
 __all__ = [
     "AUTORESET",
@@ -39,6 +40,7 @@ __all__ = [
     "Policy",
     "RewardNormaliser",
     "Rollout",
+    "RolloutSettings",
     "Run",
     "Spaces",
     "Steps",
@@ -50,6 +52,8 @@ __all__ = [
     "gradient_of",
     "kept_rows",
     "make_environments",
+    "make_run",
+    "minibatches",
     "ppo_loss",
     "run_of",
     "toy_table",

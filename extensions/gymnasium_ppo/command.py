@@ -11,7 +11,7 @@ from typing import Sequence
 
 from extensions.gymnasium_ppo.boundaries import MISTAKES, toy_table
 from extensions.gymnasium_ppo.environments import import_gymnasium
-from extensions.gymnasium_ppo.files import paths_of, restored, save_checkpoint, save_results
+from extensions.gymnasium_ppo.files import paths_of, restored, save_checkpoint, save_results, summary
 from extensions.gymnasium_ppo.settings import CHOICES, PRESETS, EnvironmentSettings, run_of
 from extensions.gymnasium_ppo.training import Trainer
 from rl_lab import LabParser, add_settings, check_writable, chosen_settings, format_table, parse_seeds, progress_line
@@ -113,34 +113,6 @@ def advance_to_the_end(trainer: Trainer, folder: Path, label: str, stop_after: i
         if show:
             print(file=sys.stderr)
     return trainer.finished
-
-
-def summary(trainer: Trainer, evaluation: dict, sampled: dict) -> str:
-    """How the run ended, and what it cost."""
-    run, last = trainer.run, trainer.history[-1]
-    rows = [
-        [name, f"{e['mean_return']:.2f}", f"{e['std_return']:.2f}", f"{e['mean_length']:.1f}", str(e["episodes"])]
-        for name, e in (("evaluation, deterministic", evaluation), ("evaluation, sampled", sampled))
-    ]
-    recent = [pair[0] for pair in trainer.recent]
-    if recent:
-        spread = statistics.pstdev(recent)
-        length = f"{last['episode_length']:.1f}"
-        rows.append(["last training episodes", f"{last['episode_return']:.2f}", f"{spread:.2f}", length, str(len(recent))])
-    threshold = import_gymnasium().spec(run.env).reward_threshold
-    lines = [
-        f"{run.env}, seed {run.settings.seed}: {last['step']} updates, {last['environment_steps']} steps, "
-        f"{last['episodes']} episodes, {last['optimizer_steps']} optimizer steps",
-        "",
-        format_table(["", "mean return", "std", "length", "episodes"], rows),
-    ]
-    if threshold is not None:
-        verdict = "reached" if evaluation["mean_return"] >= threshold else "not reached"
-        lines.append(f"Gymnasium calls the task solved at {threshold:g}: {verdict} by the deterministic policy.")
-    unfinished = evaluation["unfinished"] + sampled["unfinished"]
-    if unfinished:
-        lines.append(f"{unfinished} evaluation episodes did not end and were given up: their returns are partial.")
-    return "\n".join(lines)
 
 
 def finish(trainer: Trainer, folder: Path) -> dict:

@@ -1,9 +1,10 @@
-"""What a run writes: ppo.csv, ppo.json, checkpoint.npz; and how a checkpoint is read without running anything in it."""
+"""What a run says and writes: its summary, ppo.csv, ppo.json, checkpoint.npz; and how a checkpoint is read without running anything in it."""
 
 from __future__ import annotations
 
 import io
 import json
+import statistics
 import zipfile
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 from extensions.gymnasium_ppo.environments import import_gymnasium
 from extensions.gymnasium_ppo.settings import Run, run_of
 from extensions.gymnasium_ppo.training import Trainer, config_of
-from rl_lab import FileProblem, csv_text, json_text, replace_files, software
+from rl_lab import FileProblem, csv_text, format_table, json_text, replace_files, software
 
 CHECKPOINT_FORMAT = 1
 """Raised by one whenever the arrays of Trainer.arrays change their meaning."""
@@ -29,7 +30,7 @@ def run_document(trainer: Trainer, evaluation: dict, sampled: dict) -> dict:
     """What ppo.json holds: everything to run it again, and how it ended. No wall-clock time: equal runs, equal bytes."""
     versions = {**software(), "numpy": np.__version__, "gymnasium": import_gymnasium().__version__}
     return {
-        "algorithm": "ppo",
+        "algorithm": trainer.algorithm,
         "config": config_of(trainer.run),
         "software": versions,
         "parameters": trainer.policy.flat.numel(),
@@ -37,6 +38,34 @@ def run_document(trainer: Trainer, evaluation: dict, sampled: dict) -> dict:
         "evaluation": evaluation,
         "evaluation_sampled": sampled,
     }
+
+
+def summary(trainer: Trainer, evaluation: dict, sampled: dict) -> str:
+    """How the run ended, and what it cost: the text that a command prints."""
+    run, last = trainer.run, trainer.history[-1]
+    rows = [
+        [name, f"{e['mean_return']:.2f}", f"{e['std_return']:.2f}", f"{e['mean_length']:.1f}", str(e["episodes"])]
+        for name, e in (("evaluation, deterministic", evaluation), ("evaluation, sampled", sampled))
+    ]
+    recent = [pair[0] for pair in trainer.recent]
+    if recent:
+        spread = statistics.pstdev(recent)
+        length = f"{last['episode_length']:.1f}"
+        rows.append(["last training episodes", f"{last['episode_return']:.2f}", f"{spread:.2f}", length, str(len(recent))])
+    lines = [
+        f"{run.env}, seed {run.settings.seed}: {last['step']} updates, {last['environment_steps']} steps, "
+        f"{last['episodes']} episodes, {last['optimizer_steps']} optimizer steps",
+        "",
+        format_table(["", "mean return", "std", "length", "episodes"], rows),
+    ]
+    threshold = import_gymnasium().spec(run.env).reward_threshold
+    if threshold is not None:
+        verdict = "reached" if evaluation["mean_return"] >= threshold else "not reached"
+        lines.append(f"Gymnasium calls the task solved at {threshold:g}: {verdict} by the deterministic policy.")
+    unfinished = evaluation["unfinished"] + sampled["unfinished"]
+    if unfinished:
+        lines.append(f"{unfinished} evaluation episodes did not end and were given up: their returns are partial.")
+    return "\n".join(lines)
 
 
 def checkpoint_bytes(trainer: Trainer) -> bytes:

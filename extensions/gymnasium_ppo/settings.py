@@ -11,8 +11,8 @@ from rl_lab import Range, Settings, setting
 
 
 @dataclasses.dataclass(frozen=True)
-class EnvironmentSettings(Settings):
-    """Every number of a run."""
+class RolloutSettings(Settings):
+    """What any method needs that learns from rollouts with an actor, a critic and GAE."""
 
     seed: int = setting(0, Range(int, 0, 2**63 - 1), "seed of weights, sampling and environments", "run")
     steps: int = setting(100_000, Range(int, 1, 10**9), "steps of all environments together, rounded up to rollouts", "run")
@@ -24,6 +24,13 @@ class EnvironmentSettings(Settings):
     normalise_rewards: int = setting(0, Range(int, 0, 1), "1: divide by the std of the discounted sum", "rollout")
     gamma: float = setting(0.99, Range(float, 0, 1), "discount", "update")
     gae_lambda: float = setting(0.95, Range(float, 0, 1), "lambda of GAE", "update")
+    hidden: int = setting(64, Range(int, 1, 4096), "width of the two hidden layers of actor and critic", "network")
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvironmentSettings(RolloutSettings):
+    """Every number of a PPO run."""
+
     epochs: int = setting(10, Range(int, 1, 1000), "passes over each rollout", "update")
     batch_size: int = setting(256, Range(int, 1, 10**7), "rows per mini-batch; all get about as many", "update")
     learning_rate: float = setting(3e-4, Range(float, 0, 100, above=True), "Adam learning rate at the start", "update")
@@ -36,7 +43,6 @@ class EnvironmentSettings(Settings):
     )
     max_gradient_norm: float = setting(0.5, Range(float, 0, 1e6, above=True), "gradient norm is clipped to this", "update")
     adam_epsilon: float = setting(1e-5, Range(float, 0, 1, above=True), "Adam's epsilon", "update")
-    hidden: int = setting(64, Range(int, 1, 4096), "width of the two hidden layers of actor and critic", "network")
     checkpoint_every: int = setting(20, Range(int, 1, 10**6), "updates between two checkpoints", "run")
 
 
@@ -68,7 +74,7 @@ class Run:
     """All that decides the numbers of a run, and is saved with them."""
 
     env: str
-    settings: EnvironmentSettings = EnvironmentSettings()
+    settings: RolloutSettings = EnvironmentSettings()
     autoreset: str = "next-step"
     advantage_normalisation: str = "mini-batch"
     schedule: str = "linear"
@@ -109,10 +115,14 @@ PRESETS: dict[str, dict[str, float | str]] = {
 
 
 def run_of(env: str, **given: float | str | None) -> Run:
-    """The run of an environment: given settings, then its preset, then the defaults.
+    """The PPO run of an environment: given settings, then its preset, then the defaults.
 
     Raises ValueError, naming the setting, for a value outside its range, and TypeError for one that does not exist.
     """
-    chosen = {**PRESETS.get(env, {}), **given}
-    choices = {name: chosen.pop(name) for name in (*CHOICES, "boundary_mistake") if name in chosen}
-    return Run(env, EnvironmentSettings(**chosen), **choices)
+    return make_run(env, EnvironmentSettings, {**PRESETS.get(env, {}), **given})
+
+
+def make_run(env: str, settings_class: type[RolloutSettings], chosen: dict[str, float | str | None]) -> Run:
+    """A run from the settings and choices that are not left to their defaults. Raises as `run_of`."""
+    choices = {name: chosen[name] for name in (*CHOICES, "boundary_mistake") if name in chosen}
+    return Run(env, settings_class(**{name: value for name, value in chosen.items() if name not in choices}), **choices)

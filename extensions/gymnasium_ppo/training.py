@@ -14,7 +14,7 @@ from extensions.gymnasium_ppo.environments import Collector, make_environments
 from extensions.gymnasium_ppo.normalise import ObservationNormaliser, RewardNormaliser
 from extensions.gymnasium_ppo.policy import Policy
 from extensions.gymnasium_ppo.settings import Run
-from extensions.gymnasium_ppo.update import batch_of, update_on_batch
+from extensions.gymnasium_ppo.update import Batch, batch_of, update_on_batch
 from rl_lab import Adam
 
 COLUMNS = (
@@ -24,6 +24,9 @@ COLUMNS = (
 )  # fmt: skip
 """Of ppo.csv, one row per update. episode_return and episode_length: mean over the last RECENT episodes that ended; nan
 before the first. Counts of episodes, steps and optimizer steps are cumulative. No wall-clock time: equal runs, equal bytes."""
+
+WHOLE = {"step", "environment_steps", "episodes", "optimizer_steps", "stopped_early"}
+"""Columns that hold whole numbers."""
 
 RECENT = 100
 TRAINING_SEEDS, EVALUATION_SEEDS, EVALUATION_NOISE = range(3)
@@ -37,7 +40,13 @@ def seeds_for(seed: int, purpose: int, count: int) -> list[int]:
 
 
 class Trainer:
-    """A run in progress. `advance` makes one rollout and the updates on it; `state` and `restore` are the checkpoint."""
+    """A run in progress. `advance` makes one rollout and the updates on it; `arrays` and `restore` are the checkpoint.
+
+    Another method is a subclass with its own `algorithm`, `columns`, `make_optimizer` and `update`.
+    """
+
+    algorithm = "ppo"
+    columns = COLUMNS
 
     def __init__(self, run: Run):
         """Raises ValueError, naming the environment, when it cannot be made or has spaces that are not supported."""
@@ -47,7 +56,7 @@ class Trainer:
         self.policy = Policy(
             spaces.observation_size, spaces.action_size, spaces.continuous, settings.hidden, self.generator
         )
-        self.optimizer = Adam([self.policy.flat], settings.learning_rate, eps=settings.adam_epsilon)
+        self.optimizer = self.make_optimizer()
         self.observations = ObservationNormaliser(spaces.observation_size, bool(settings.normalise_observations))
         self.rewards = RewardNormaliser(settings.environments, settings.gamma, bool(settings.normalise_rewards))
         seeds = seeds_for(settings.seed, TRAINING_SEEDS, settings.environments)
@@ -55,6 +64,13 @@ class Trainer:
         self.history: list[dict[str, float]] = []
         self.recent: list[tuple[float, float]] = []  # return and length of the last episodes
         self.episodes = 0
+
+    def make_optimizer(self) -> Adam:
+        return Adam([self.policy.flat], self.run.settings.learning_rate, eps=self.run.settings.adam_epsilon)
+
+    def update(self, batch: Batch, where: str) -> dict[str, float]:
+        """Learn from one batch -> what to write down, `optimizer_steps` among it. Raises FloatingPointError naming `where`."""
+        return update_on_batch(self.policy, self.optimizer, batch, self.run, self.generator, where)
 
     def close(self) -> None:
         self.environments.close()
@@ -85,7 +101,7 @@ class Trainer:
             batch = batch_of(self.policy, rollout, self.run)
         except ValueError as problem:  # a reward or a value that is not finite
             raise FloatingPointError(f"{where}: {problem}") from problem
-        report = update_on_batch(self.policy, self.optimizer, batch, self.run, self.generator, where)
+        report = self.update(batch, where)
         self.observations.update(raw.observations[raw.valid])
 
         self.episodes += len(raw.episode_returns)
@@ -105,7 +121,7 @@ class Trainer:
             "learning_rate": self.optimizer.lr,
             "garbage_fraction": 1 - float(raw.valid.mean()),
         }
-        self.history.append({name: row[name] for name in COLUMNS})
+        self.history.append({name: row[name] for name in self.columns})
         return self.history[-1]
 
     def evaluate(self, deterministic: bool) -> dict[str, float]:
@@ -132,7 +148,7 @@ class Trainer:
             "episodes": np.array(self.episodes),
             "actions_taken": np.array(self.collector.taken),
             "current_observations": self.collector.current,
-            "history": np.array([[row[name] for name in COLUMNS] for row in self.history]).reshape(-1, len(COLUMNS)),
+            "history": np.array([[row[name] for name in self.columns] for row in self.history]).reshape(-1, len(self.columns)),
         }
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
@@ -151,9 +167,8 @@ class Trainer:
         self.rewards.running = arrays["reward_running"]
         self.recent = [tuple(pair) for pair in arrays["recent"].tolist()]
         self.episodes = int(arrays["episodes"])
-        whole = {"step", "environment_steps", "episodes", "optimizer_steps", "stopped_early"}
         self.history = [
-            {name: int(value) if name in whole else value for name, value in zip(COLUMNS, row)}
+            {name: int(value) if name in WHOLE else value for name, value in zip(self.columns, row)}
             for row in arrays["history"].tolist()
         ]
         self.collector.replay(arrays["actions_taken"])

@@ -3,6 +3,7 @@
 step.py       the step: Fisher-vector product, conjugate gradients, length, line search; on any differentiable policy
 table.py      the same on one softmax, where it is an exponential tilt; wrong versions with their numbers
 training.py   TRPO, PPO-KL and PPO-Clip on the bandit and the chain
+environment.py  TRPO with a network in Gymnasium environments, on the trainer of extensions.gymnasium_ppo
 figure.py     KL(old || new) of every update
 command.py    python -m extensions.trust_region
 """

@@ -1,46 +1,128 @@
-"""The command line of extensions.trust_region."""
+"""The command line of extensions.trust_region: the tables, and what goes with --env (environment_command.py does that)."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import textwrap
 from pathlib import Path
 from typing import Sequence
 
 import plot_results
-from extensions.trust_region import table
+from extensions.trust_region import environment_command, table
+from extensions.trust_region.environment import PRESETS, EnvironmentSettings
 from extensions.trust_region.figure import draw
 from extensions.trust_region.training import METHODS, TASKS, TrainingRun, TrustRegionSettings, train
 from rl_lab import (
     FileProblem,
     LabParser,
+    Settings,
     add_settings,
     check_writable,
-    chosen_settings,
     format_table,
     json_text,
+    parse_seeds,
+    path_argument,
     progress_line,
     replace_files,
+    setting,
 )
 
 DESCRIPTION = """\
-The step that PPO replaced: TRPO's natural step under a limit on KL(old || new), worked by hand on a
-table, then trained beside PPO with a KL penalty and PPO-Clip at one budget of samples. CPU, seconds."""
+The step that PPO replaced: TRPO's natural step under a limit on KL(old || new).
+
+Without --env: worked by hand on a table, then trained beside PPO with a KL
+penalty and PPO-Clip at one budget of samples. CPU, seconds.
+With --env: TRPO with a network in a Gymnasium environment, on the rollouts,
+networks and evaluation of extensions.gymnasium_ppo. Writes OUTPUT/trpo.csv (one
+row per update) and trpo.json (settings, evaluation). CPU, seconds to minutes."""
 
 EXAMPLES = """\
 examples:
   python -m extensions.trust_region
   python -m extensions.trust_region --task chain --plot trust-region.svg
   python -m extensions.trust_region --delta 0.05 --no-training
-  python -m extensions.trust_region --json trust-region.json"""
+  python -m extensions.trust_region --json trust-region.json
+
+in an environment, with PPO's run drawn beside it:
+  python -m extensions.gymnasium_ppo --env CartPole-v1 --output results-ppo
+  python -m extensions.trust_region --env CartPole-v1 --output results-trpo \\
+      --beside results-ppo --plot who-stays-inside.svg
+  python plot_results.py --input results-ppo results-trpo --x samples \\
+      --output cartpole.svg
+
+presets, which a flag overrules (other environments take the defaults):
+{presets}"""
+
+TABLES, ENVIRONMENT = "tables", "--env"
+SETTINGS = {TABLES: TrustRegionSettings, ENVIRONMENT: EnvironmentSettings}
+"""What is trained on -> its settings."""
+
+DEFAULTS = {
+    TABLES: {"task": "bandit", "no_training": False, "json": None},
+    ENVIRONMENT: {"output": Path("results-trust-region"), "seeds": None, "beside": None},
+}
+"""What is trained on -> the other flags that belong to it alone."""
+
+
+def flags_of_settings() -> type[Settings]:
+    """One field per flag. Where tables and environments differ in its meaning or default, the help says both."""
+    modes = {mode: {field.name: field for field in dataclasses.fields(c)} for mode, c in SETTINGS.items()}
+    flags = []
+    for name in dict.fromkeys(name for fields in modes.values() for name in fields):
+        own = {mode: fields[name] for mode, fields in modes.items() if name in fields}
+        texts = {mode: f"{field.metadata['meaning']}; default {field.default:g}" for mode, field in own.items()}
+        together = texts[TABLES] if len(set(texts.values())) < len(own) else ". ".join(map(": ".join, texts.items()))
+        field = list(own.values())[-1]  # the environment's range is the wider one; each class checks its own
+        meaning = together.removesuffix(f"; default {field.default:g}")  # add_settings says the last default itself
+        flags.append((name, field.type, setting(field.default, field.metadata["allowed"], meaning, field.metadata["group"])))
+    return dataclasses.make_dataclass("Flags", flags, bases=(Settings,), frozen=True)
+
+
+def presets_text() -> str:
+    lines = []
+    for name, preset in PRESETS.items():
+        settings = [f"{key.replace('_', '-')} {value}" for key, value in preset.items()]
+        lines.append(textwrap.fill(f"  {name}: " + ", ".join(settings), 80, subsequent_indent=" " * 4))
+    return "\n".join(lines)
 
 
 def build_parser() -> LabParser:
-    parser = LabParser(prog="python -m extensions.trust_region", description=DESCRIPTION, epilog=EXAMPLES)
-    parser.add_argument("--task", choices=tuple(TASKS), default="bandit", help="what to train on; default bandit")
+    examples = EXAMPLES.format(presets=presets_text())
+    parser = LabParser(prog="python -m extensions.trust_region", description=DESCRIPTION, epilog=examples)
+    parser.add_argument("--task", choices=tuple(TASKS), help="what to train on; default bandit")
     parser.add_argument("--no-training", action="store_true", help="only the worked steps")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the worked steps and the trainings as JSON")
+    parser.add_argument("--json", type=path_argument, metavar="FILE", help="write the worked steps and the trainings as JSON")
     parser.add_argument("--plot", type=plot_results.figure_path, metavar="FILE", help="draw the trainings: .svg, .png, .pdf")
-    add_settings(parser, TrustRegionSettings)
+    group = parser.add_argument_group("an environment in place of the tables")
+    group.add_argument("--env", metavar="ID", help="any Gymnasium id with Box or Discrete spaces, such as CartPole-v1")
+    group.add_argument(
+        "--output", type=path_argument, metavar="DIR", help=f"folder to write; default {DEFAULTS[ENVIRONMENT]['output']}"
+    )
+    group.add_argument(
+        "--seeds", type=parse_seeds, metavar="A-B", help="run several seeds (0-4, or 0,7), each into OUTPUT/seed-N/"
+    )
+    group.add_argument(
+        "--beside", type=path_argument, metavar="DIR", help="draw the PPO run in this folder beside, with --plot"
+    )
+    add_settings(parser, flags_of_settings())
     return parser
+
+
+def settings_of(parser: LabParser, arguments: argparse.Namespace, mode: str) -> dict[str, float]:
+    """What was given of the mode's settings; flags of the other mode end the command with one line."""
+    own, *others = (mode, *(other for other in SETTINGS if other != mode))
+    fields = {field.name for field in dataclasses.fields(SETTINGS[own])}
+    foreign = {f.name for other in others for f in dataclasses.fields(SETTINGS[other])} - fields
+    foreign |= {name for other in others for name in DEFAULTS[other]}
+    for name in arguments.given | ({"no_training"} if arguments.no_training else set()):
+        if name in foreign:
+            rule = "not allowed with --env" if mode == ENVIRONMENT else "needs --env"
+            parser.error(f"argument --{name.replace('_', '-')}: {rule}")
+    for name, default in DEFAULTS[own].items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+    return {name: getattr(arguments, name) for name in arguments.given & fields}
 
 
 def numbers(values: Sequence[float]) -> str:
@@ -124,22 +206,38 @@ def as_json(steps: Sequence[table.NaturalStep], runs: Sequence[TrainingRun], del
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     arguments = parser.parse_args(argv)
-    settings = chosen_settings(arguments, TrustRegionSettings)
+    mode = TABLES if arguments.env is None else ENVIRONMENT
+    given = settings_of(parser, arguments, mode)
     if arguments.plot and arguments.no_training:
-        parser.error("--plot: draws the trainings, which --no-training leaves out")
+        parser.error("argument --plot: draws the trainings, which --no-training leaves out")
+    if arguments.beside and not arguments.plot:
+        parser.error("argument --beside: is drawn by --plot, which is not given")
+    if arguments.seeds and "seed" in given:
+        parser.error(f"argument --seeds: not allowed with --seed {given['seed']}; give the seeds once")
+    if mode == ENVIRONMENT:
+        environment_command.run(parser, arguments, given)
+        return
+    try:
+        settings = TrustRegionSettings(**given)
+    except ValueError as problem:
+        name, _, rest = str(problem).partition(": ")
+        parser.error(f"argument --{name.replace('_', '-')}: {rest}")
+    run_tables(arguments, settings)
+
+
+def run_tables(arguments: argparse.Namespace, settings: TrustRegionSettings) -> None:
+    """Everything without --env: the worked steps, the trainings, the files."""
     check_writable([path for path in (arguments.json, arguments.plot) if path], 2**20)
-    delta = settings["delta"]
-    rewards = table.f64(table.REWARDS)
+    delta, rewards = settings.delta, table.f64(table.REWARDS)
     steps = [table.natural_step(table.f64(start), rewards, delta) for start in table.STARTS.values()]
     print("\n\n".join(worked_step(name, step, delta) for name, step in zip(table.STARTS, steps)))
     print(mistakes_table(delta))
     runs = []
     if not arguments.no_training:
         for method in METHODS:
-            column = TASKS[arguments.task].column
-            progress = progress_line(method, settings["steps"], column)
-            runs.append(train(method, arguments.task, on_step=progress, **settings))
-        print(f"\nTrained on the {arguments.task}, {settings['steps']} iterations:\n\n{trainings_table(runs)}")
+            progress = progress_line(method, settings.steps, TASKS[arguments.task].column)
+            runs.append(train(method, arguments.task, on_step=progress, **dataclasses.asdict(settings)))
+        print(f"\nTrained on the {arguments.task}, {settings.steps} iterations:\n\n{trainings_table(runs)}")
         print(
             "\nOnly the trust region promises its delta; the penalty corrects itself after the fact; the clip does not know delta."
         )

@@ -38,15 +38,24 @@ def kl_old_current(old_logits: Tensor, logits: Tensor) -> Tensor:
     return (old * gap).sum(dim=-1)
 
 
-def fisher_vector_product(mean_kl: Tensor, parameters: Sequence[Tensor], vector: Vectors, damping: float = 0.0) -> Vectors:
-    """(F + damping I) v, F the Hessian of `mean_kl`: the gradient of (gradient of the KL) . v, so F itself is never built.
+def fisher_products(mean_kl: Tensor, parameters: Sequence[Tensor]) -> Callable[[Vectors], Vectors]:
+    """v -> F v, F the Hessian of `mean_kl`: the gradient of (gradient of the KL) . v, so F itself is never built.
 
-    mean_kl: a scalar with a graph to `parameters`, taken where current = old. Raises RuntimeError of torch where it has none.
+    mean_kl: a scalar with a graph to `parameters`, taken where current = old. Its gradient, which every product needs, is
+    taken once. Raises RuntimeError of torch where there is no graph.
     """
     gradients = torch.autograd.grad(mean_kl, parameters, create_graph=True)
-    along = dot(gradients, vector)
-    products = torch.autograd.grad(along, parameters, retain_graph=True)
-    return [product + damping * v for product, v in zip(products, vector)]
+    return lambda vector: list(torch.autograd.grad(dot(gradients, vector), parameters, retain_graph=True))
+
+
+def fisher_vector_product(mean_kl: Tensor, parameters: Sequence[Tensor], vector: Vectors, damping: float = 0.0) -> Vectors:
+    """(F + damping I) v by `fisher_products`, for one vector."""
+    return damped(fisher_products(mean_kl, parameters), damping)(vector)
+
+
+def damped(product: Callable[[Vectors], Vectors], damping: float) -> Callable[[Vectors], Vectors]:
+    """v -> F v + damping v."""
+    return lambda vector: [moved + damping * v for moved, v in zip(product(vector), vector)]
 
 
 def conjugate_gradients(product: Callable[[Vectors], Vectors], right: Vectors, steps: int = 10) -> Vectors:
@@ -88,6 +97,7 @@ class Step(NamedTuple):
     kl_old_current: float  # of the step that was taken
     gain: float  # surrogate after minus surrogate before
     length: float  # sqrt(2 delta / x'Fx)
+    residual: float  # |(F + damping I) x - g| / |g|: what the conjugate gradients left
 
 
 def trust_region_step(
@@ -113,11 +123,14 @@ def trust_region_step(
         )
     before = surrogate()
     gradient = list(torch.autograd.grad(before, parameters))
-    kl = mean_kl()
-    x = conjugate_gradients(lambda v: fisher_vector_product(kl, parameters, v, damping), gradient, cg_steps)
-    curvature = dot(x, fisher_vector_product(kl, parameters, x)).item()
+    fisher = fisher_products(mean_kl(), parameters)
+    x = conjugate_gradients(damped(fisher, damping), gradient, cg_steps)
+    moved = fisher(x)
+    curvature = dot(x, moved).item()
     if not curvature > 0:
-        return Step(False, 0, False, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return Step(False, 0, False, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    left = [m + damping * a - b for m, a, b in zip(moved, x, gradient)]
+    residual = math.sqrt((dot(left, left) / dot(gradient, gradient)).item())
     length = math.sqrt(2 * delta / curvature)
     old = [p.detach().clone() for p in parameters]
     before = before.item()
@@ -131,13 +144,13 @@ def trust_region_step(
     full_kl, full_gain = kl_now, gain = at(1.0)
     for shrinks in range(tries + 1):
         if gain > 0 and kl_now <= delta:
-            return Step(shrinks == 0, shrinks, True, full_kl, full_gain, kl_now, gain, length)
+            return Step(shrinks == 0, shrinks, True, full_kl, full_gain, kl_now, gain, length, residual)
         if shrinks < tries:
             kl_now, gain = at(shrink ** (shrinks + 1))
     with torch.no_grad():
         for p, start in zip(parameters, old):
             p.copy_(start)
-    return Step(False, tries, False, full_kl, full_gain, 0.0, 0.0, length)
+    return Step(False, tries, False, full_kl, full_gain, 0.0, 0.0, length, residual)
 
 
 def dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:

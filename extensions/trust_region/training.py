@@ -35,16 +35,23 @@ from rl_lab import (
 
 
 @dataclasses.dataclass(frozen=True)
-class TrustRegionSettings(Settings):
-    """Every number of the trainings."""
+class StepSettings(Settings):
+    """The numbers of the step itself."""
 
-    seed: int = setting(7, Range(int, 0, 2**63 - 1), "seed of the local random generator", "run")
-    steps: int = setting(120, Range(int, 1, 100_000), "iterations, each with fresh samples", "run")
-    samples: int = setting(128, Range(int, 2, 1_000_000), "actions sampled per iteration", "run")
     delta: float = setting(0.01, Range(float, 0, 10, above=True), "largest mean KL(old || new) of an update", "trust region")
     damping: float = setting(0.1, Range(float, 0, 1000), "added to the Fisher matrix while solving", "trust region")
     cg_steps: int = setting(10, Range(int, 1, 1000), "most steps of the conjugate gradients", "trust region")
     shrink: float = setting(0.8, Range(float, 0.01, 0.99), "factor of the line search", "trust region")
+    tries: int = setting(10, Range(int, 0, 1000), "how often the line search shrinks before it gives up", "trust region")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrustRegionSettings(StepSettings):
+    """Every number of the trainings on the bandit and the chain."""
+
+    seed: int = setting(7, Range(int, 0, 2**63 - 1), "seed of the local random generator", "run")
+    steps: int = setting(120, Range(int, 1, 100_000), "iterations, each with fresh samples", "run")
+    samples: int = setting(128, Range(int, 2, 1_000_000), "actions sampled per iteration", "run")
     beta: float = setting(1.0, Range(float, 0, 1e6, above=True), "first weight of the KL penalty", "PPO-KL")
     updates: int = setting(4, Range(int, 1, 1000), "Adam steps on a batch (PPO-KL, PPO-Clip, critics)", "PPO")
     learning_rate: float = setting(0.08, Range(float, 0, 100, above=True), "Adam learning rate", "PPO")
@@ -141,7 +148,7 @@ def trpo(learner: Learner, batch: Batch) -> Update:
     s = learner.settings
     step = trust_region_step(
         lambda: learner.surrogate(batch), lambda: learner.mean_kl(batch), [learner.policy],
-        s.delta, s.damping, s.cg_steps, s.shrink,
+        s.delta, s.damping, s.cg_steps, s.shrink, s.tries,
     )  # fmt: skip
     return Update(int(step.accepted), step.shrinks)
 

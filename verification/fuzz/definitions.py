@@ -195,12 +195,13 @@ def preference_probability(form: Form, reward_chosen, reward_rejected) -> list[A
 
 def dpo_loss(form: Form, chosen, rejected, ref_chosen, ref_rejected, beta) -> list[Answer]:
     h = (chosen - ref_chosen) - (rejected - ref_rejected)
-    size = np.abs(chosen) + np.abs(rejected) + np.abs(ref_chosen) + np.abs(ref_rejected)
-    borderline_if(np.isfinite(size) & (size > form.largest / 4))  # inf - inf on the way
-    refuse_unless(~np.isnan(h) & ~np.isnan(WIDE(beta) * h))
+    size = sum(np.abs(np.where(np.isfinite(score), score, 0)) for score in (chosen, rejected, ref_chosen, ref_rejected))
+    borderline_if(size > form.largest / 4)  # inf - inf on the way
+    borderline_if(np.isinf(h) & (beta < form.smallest))  # the dtype may take beta for 0, and 0 * inf is NaN
+    refuse_unless(~np.isnan(h))
     loss = lambda x: np.where(x > 0, 0, -x) + np.log1p(np.exp(-np.abs(x)))  # noqa: E731
     x = WIDE(beta) * h
-    room = STEPS * form.eps * WIDE(beta) * np.where(np.isfinite(size), size, 0) + form.smallest
+    room = STEPS * form.eps * WIDE(beta) * size + form.smallest
     moved = np.where(np.isfinite(x), loss(x - room) - loss(x + room), 0)
     borderline_if(np.isfinite(x) & (np.abs(x) > form.largest / 4))
     return [Answer(loss(x), loss(x) + moved / form.eps + form.smallest / form.eps)]

@@ -13,10 +13,10 @@ from typing import Any, Sequence
 import torch
 
 import rl_lab
-from verification.fuzz import atoms, lines
+from verification.fuzz import atoms, files, lines
 from verification.fuzz.case import Failure, Kind, case_of, shrink
 
-KINDS = {kind.name: kind for kind in (atoms.KIND, lines.KIND)}
+KINDS = {kind.name: kind for kind in (atoms.KIND, lines.KIND, files.KIND)}
 SHRINKING = 20.0  # seconds for one finding
 
 DESCRIPTION = """\

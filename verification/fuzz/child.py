@@ -22,6 +22,10 @@ import warnings
 from pathlib import Path
 from typing import Callable, NamedTuple, Sequence
 
+import matplotlib.backends.backend_agg  # noqa: F401  loaded before the fork, so that a child does not pay for it
+import matplotlib.backends.backend_pdf  # noqa: F401
+import matplotlib.backends.backend_svg  # noqa: F401
+import matplotlib.figure  # noqa: F401
 import torch
 
 import plot_results
@@ -116,7 +120,8 @@ class Started:
         for name in ("out", "err"):
             path = self.streams / name
             texts.append(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "")
-        memory = max(0, usage.ru_maxrss * 1024 - self.base)
+        noted = self.streams / "memory"
+        memory = int(noted.read_text()) if noted.exists() else max(0, usage.ru_maxrss * 1024 - self.base)
         return End(os.waitstatus_to_exitcode(status), *texts, usage.ru_utime + usage.ru_stime, memory, waited)
 
 
@@ -124,6 +129,13 @@ def resident() -> int:
     """Bytes that this process holds now."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def own_memory() -> dict[str, int]:
+    """Of this process, in bytes: VmHWM, the most that it ever held; RssFile, of that code and files; RssAnon, the rest."""
+    with open("/proc/self/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return {name: int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "RssFile", "RssAnon")}
 
 
 def address_space() -> int:
@@ -191,6 +203,7 @@ def _in_child(command, words, folder, streams, space, seconds, out, encoding) ->
         os.dup2(given, 1)
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), encoding=encoding)
     sys.argv = [command.program, *words]
+    at_first = own_memory()["RssAnon"]
     _limits(space, seconds)
     code = 0
     try:
@@ -209,6 +222,8 @@ def _in_child(command, words, folder, streams, space, seconds, out, encoding) ->
     except (OSError, ValueError) as problem:  # what Python says when it cannot flush at its end
         print(f"Exception ignored: {problem!r}", file=sys.stderr)
         code = 120
+    at_last = own_memory()  # code is loaded as it is first used and never let go: it is no part of what the command took
+    (streams / "memory").write_text(str(max(0, at_last["VmHWM"] - at_last["RssFile"] - at_first)))
     return code
 
 

@@ -181,7 +181,7 @@ def judge(case: FileCase, folder: Path) -> Failure | None:
 def show(case: FileCase) -> str:
     target = TARGETS[case.target]
     words = " ".join(map(ascii, target.words(case.name)[case.words]))
-    if case.special:
+    if case.special and case.special not in ("link", "unreadable"):
         return f"{target.command} {words}  # the file is: {case.special}"
     data = content_of(case)
     how = " then ".join(name for name, _ in case.damages) or "as it is"
@@ -196,6 +196,7 @@ def simpler(case: FileCase) -> Iterator[FileCase]:
     if case.words:
         yield case._replace(words=0)
     if case.special:
+        yield case._replace(special="")
         return
     if case.content is None:
         for place in range(len(case.damages)):

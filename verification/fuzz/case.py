@@ -33,7 +33,7 @@ class Kind(NamedTuple):
     simpler: Callable[[Any], Iterator[Any]]
     slice: int  # cases of this kind in the default suite
     turn: float  # seconds before the next kind has its turn
-    note: str = ""  # what the report says of a failure of this kind
+    more: Callable[[], str] = str  # what the report adds about the cases of this kind
 
 
 def case_of(kind: Kind, seed: int, number: int) -> Any:

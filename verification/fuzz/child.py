@@ -71,8 +71,8 @@ def commands() -> dict[str, Command]:
         except ImportError:
             continue  # a package of extensions/requirements.txt is missing
         module = sys.modules[main.__module__]
-        run = functools.partial(rl_lab.run_command, main)
         has_findings = "--fail-on" in module.build_parser()._option_string_actions
+        run = functools.partial(rl_lab.run_command, main, problem_status=2 if has_findings else 1)
         found[name] = Command(name, ("-m", name), str(path), run, module, has_findings)
     return found
 
@@ -164,7 +164,6 @@ def _limits(space: int, seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
 def start(
@@ -205,6 +204,9 @@ def _in_child(command, words, folder, streams, space, seconds, out, encoding) ->
     sys.argv = [command.program, *words]
     at_first = own_memory()["RssAnon"]
     _limits(space, seconds)
+    if command.module is not plot_results:  # which sets its own; the others have this one since their first import
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, rl_lab.end_before_the_start)
     code = 0
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])

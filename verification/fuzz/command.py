@@ -13,10 +13,10 @@ from typing import Any, Sequence
 import torch
 
 import rl_lab
-from verification.fuzz import atoms, files, lines
+from verification.fuzz import atoms, files, interrupts, lines
 from verification.fuzz.case import Failure, Kind, case_of, shrink
 
-KINDS = {kind.name: kind for kind in (atoms.KIND, lines.KIND, files.KIND)}
+KINDS = {kind.name: kind for kind in (atoms.KIND, lines.KIND, files.KIND, interrupts.KIND)}
 SHRINKING = 20.0  # seconds for one finding
 
 DESCRIPTION = """\
@@ -75,12 +75,13 @@ class Tally:
     def text(self, judged) -> str:
         counts = ", ".join(f"{number} {name}" for name, number in self.tried.items())
         parts = [f"seed {self.seed}: {counts} tried, {len(self.first)} findings"]
+        parts += [text for name in self.tried if (text := KINDS[name].more())]
         for key, (kind, number, case, failure) in self.first.items():
             small, failure = shrink(kind, case, failure, lambda other: judged(kind, other), SHRINKING)
             again = f"python -B -m verification.fuzz --seed {self.seed} --only {kind.name} --case {number}"
             parts.append(
                 f"\n{failure.rule}: {failure.where} ({self.times[key]} of {self.tried[kind.name]} {kind.name})\n"
-                f"  {failure.detail}\n  smallest: {kind.show(small)}\n  again:    {again}" + (f"\n  {kind.note}" if kind.note else "")
+                f"  {failure.detail}\n  smallest: {kind.show(small)}\n  again:    {again}"
             )
         return "\n".join(parts)
 

@@ -252,24 +252,27 @@ def left_behind(command: Command, end: End, work: Path, before: dict, after: dic
 
 def not_whole(path: Path) -> str | None:
     """What is wrong with a result file, or None."""
+    suffix = path.suffix.lower()
 
     def no_number(text: str) -> None:
         raise ValueError(f"{text} is no JSON")
 
     data = path.read_bytes()
+    if data.startswith(b"{\n"):  # --json with any name
+        suffix = ".json"
     try:
-        if path.suffix == ".json":
+        if suffix == ".json":
             json.loads(data, parse_constant=no_number)
-        elif path.suffix == ".jsonl":
+        elif suffix == ".jsonl":
             for text in data.splitlines():
                 json.loads(text, parse_constant=no_number)
-        elif path.suffix == ".csv":
+        elif suffix == ".csv":
             rows = data.decode().splitlines()
             if not data.endswith(b"\n") or len({row.count(",") for row in rows}) != 1:
                 return "rows of different lengths, or cut"
-        elif path.suffix.lower() in (".svg", ".png", ".pdf"):
+        elif suffix in (".svg", ".png", ".pdf"):
             ends = {".svg": b"</svg>\n", ".png": b"IEND\xaeB`\x82", ".pdf": b"%%EOF\n"}
-            if not data.endswith(ends[path.suffix.lower()]):
+            if not data.endswith(ends[suffix]):
                 return "is cut"
     except ValueError as problem:
         return str(problem)[:200]

@@ -216,10 +216,14 @@ def read_settings(path: Path) -> dict:
         settings = dict(run["config"])
     except (PlotProblem, ValueError, TypeError, KeyError, RecursionError):
         return {}
-    table = run.get("reward_table")
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if np.ndim(np.asarray(table, dtype=float)) == 2:
-            settings["reward_table"] = table
+    # What reference lines are drawn from must be numbers that an axis can show; what is not gives no line.
+    for name, source, axes in (("reward_table", run, 2), ("kl_stop", settings, 0)):
+        value = source.get(name)
+        settings.pop(name, None)
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            numbers = np.asarray(value, dtype=float)
+            if numbers.ndim == axes and numbers.size and (np.abs(numbers) <= LARGEST_NUMBER).all():
+                settings[name] = value
     return settings
 
 

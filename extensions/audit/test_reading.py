@@ -14,6 +14,7 @@ from extensions.audit import audit
 from extensions.audit.proof.damaged import _Hostile, survive
 from extensions.audit.proof.truth import load
 from extensions.audit.read.recording import read_recording, recording_from
+from extensions.audit.say.report import printed
 from extensions.read.names import ALIASES
 from rl_lab import FileProblem
 from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
@@ -41,6 +42,13 @@ class Reading(unittest.TestCase):
         np.savez_compressed(path, logps=np.zeros((3000, 1000), dtype=np.int8), loss=0.5)
         with self.assertRaisesRegex(FileProblem, "would become 24000008, wanted at most"):
             read_recording(path)
+
+    def test_a_reading_whose_tie_has_no_ratio(self):
+        """Log-probabilities a thousand times too large: the tied readings have another gate, without the bound's quantity."""
+        arrays = load("verl_loss_gspo_wide.npz")
+        arrays["logps"] = arrays["logps"] * 1000.0
+        np.savez(self.folder / "wide.npz", **arrays)
+        self.assertTrue(printed(audit(read_recording(self.folder / "wide.npz")), "wide.npz"))
 
     def test_the_trap_works(self):
         # What the hostile files carry would write the file that survive() looks for.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import pickle
 import tempfile
 import unittest
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -59,6 +62,17 @@ class Files(unittest.TestCase):
         torch.save({"uid": ["a" * 100_000] * 1000}, self.folder / "text.pt")
         self.refused(self.folder / "text.pt", "would unfold to 400000000 bytes")
         self.assertEqual(_bytes_of([[1, 2], [3]], "x"), 24)
+
+    def test_another_protocol_is_no_warning(self):
+        """torch.load warns of it, in three lines on stderr; an answer is an answer, a refusal one line."""
+        path = self.folder / "four.pt"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps({"beta": 0.5, "logps": [[-0.5]]}, protocol=4))
+            archive.writestr("archive/version", "3\n")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with contextlib.suppress(FileProblem):
+                read_arrays(path)
 
     def test_an_index_of_many_instructions(self):
         whole = io.BytesIO()

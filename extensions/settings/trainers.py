@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -135,12 +136,12 @@ class Settings:
             value = value.split("_", 1)[1]
         try:
             return float(value)
-        except (TypeError, ValueError):
-            raise ValueError(f"{key}: got {value!r}, wanted a number") from None
+        except (TypeError, ValueError, OverflowError):  # the last: a whole number of more digits than a float has
+            raise ValueError(f"{key}: got {str(value)[:40]!r}, wanted a number") from None
 
     def whole(self, key: str, otherwise: int = 1) -> int:
         made = self.number(key, otherwise)
-        if made != int(made):
+        if not math.isfinite(made) or made != int(made):
             raise ValueError(f"{key}: got {made:g}, wanted a whole number")
         return int(made)
 

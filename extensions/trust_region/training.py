@@ -41,7 +41,8 @@ class TrustRegionSettings(Settings):
     seed: int = setting(7, Range(int, 0, 2**63 - 1), "seed of the local random generator", "run")
     steps: int = setting(120, Range(int, 1, 100_000), "iterations, each with fresh samples", "run")
     samples: int = setting(128, Range(int, 2, 1_000_000), "actions sampled per iteration", "run")
-    delta: float = setting(0.01, Range(float, 0, 10, above=True), "largest mean KL(old || new) of an update", "trust region")
+    # A KL of 1e-9 still has seven digits in float64; of a smaller one rounding is soon all that is left.
+    delta: float = setting(0.01, Range(float, 1e-9, 10), "largest mean KL(old || new) of an update", "trust region")
     damping: float = setting(0.1, Range(float, 0, 1000), "added to the Fisher matrix while solving", "trust region")
     cg_steps: int = setting(10, Range(int, 1, 1000), "most steps of the conjugate gradients", "trust region")
     shrink: float = setting(0.8, Range(float, 0.01, 0.99), "factor of the line search", "trust region")

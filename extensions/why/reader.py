@@ -69,7 +69,7 @@ def numbers(record: object) -> dict[str, float]:
         if isinstance(node, dict) and depth < 6:
             pending += [(f"{prefix}/{key}" if prefix else str(key), value, depth + 1) for key, value in reversed(node.items())]
         elif isinstance(node, (int, float)) and not isinstance(node, bool):
-            made[prefix] = float(node) if abs(node) < 1e300 or node != node or math.isinf(node) else math.inf
+            made[prefix] = float(node) if abs(node) < 1e300 or node != node else -math.inf if node < 0 else math.inf
         elif isinstance(node, str) and len(node) < 40:
             try:
                 made[prefix] = float(node)
@@ -89,9 +89,11 @@ def parse_line(line: str) -> dict[str, float]:
                 return numbers(parse(text))
             except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
                 continue
-    if made := re.fullmatch(r"\s*\|\s*([\w/ ]+?)\s*\|\s*([-+.\deE]+|nan)\s*\|\s*", line):  # a row of stable-baselines3's table
-        return numbers({made[1]: made[2]})
-    pairs = re.findall(r"([A-Za-z_][\w/@.-]*)\s*[:=]\s*(?:np\.float\d+\()?([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))\b", line)
+    # Time in proportion to the line, whatever stands in it: no pattern has two ways to share the same characters.
+    before, *cells, after = [cell.strip() for cell in line.split("|")] if line.count("|") == 3 else ("", "", "")
+    if len(cells) == 2 and not before + after and re.fullmatch(r"[\w/ ]+", cells[0]):  # a row of stable-baselines3's table
+        return numbers({cells[0]: cells[1]}) if re.fullmatch(r"[-+.\deE]+|nan", cells[1]) else {}
+    pairs = re.findall(r"(?<![\w/@.-])([A-Za-z_][\w/@.-]*)\s*[:=]\s*(?:np\.float\d+\()?([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))\b", line)
     return numbers(dict(pairs))
 
 
@@ -138,8 +140,11 @@ def _csv_records(text: str) -> list[dict[str, float]]:
     head = text.lstrip().split("\n", 1)[0]
     if "{" in head or "," not in head or ":" in head or not re.fullmatch(r"[\w/@ .,\"-]+", head.strip()):
         return []
-    rows = csv.DictReader(io.StringIO(text.lstrip()))
-    made = [numbers({str(key): value for key, value in row.items() if isinstance(value, str)}) for row in rows]
+    rows = csv.DictReader(io.StringIO(text.lstrip(), newline=""))
+    try:
+        made = [numbers({str(key): value for key, value in row.items() if isinstance(value, str)}) for row in rows]
+    except csv.Error as problem:  # a cell of more than 128 kB
+        raise FileProblem(f"looks like CSV and is none ({problem})") from None
     return [row for row in made if row][:MAX_RECORDS]
 
 

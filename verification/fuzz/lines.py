@@ -195,7 +195,7 @@ def judge(line: Line, folder: Path) -> Failure | None:
     else:
         end = child.start(command, line.words, work, streams, seconds=SECONDS, out=line.out, encoding=line.encoding).finish()
     after = {name: stamp(work / name) for name in child.names_in(work)}
-    return broken(command, end, line.out, SECONDS, MEMORY) or left_behind(command, end, work, before, after)
+    return broken(command, end, line.out, SECONDS, MEMORY) or left_behind(command, end, work, before, after, line.out)
 
 
 def stamp(path: Path) -> tuple:
@@ -234,14 +234,15 @@ def broken(command: Command, end: End, out: str, seconds: float, memory: int) ->
     return None
 
 
-def left_behind(command: Command, end: End, work: Path, before: dict, after: dict) -> Failure | None:
+def left_behind(command: Command, end: End, work: Path, before: dict, after: dict, out: str = "file") -> Failure | None:
     """Partial files, changes by a refused line, results that are not whole."""
     changed = sorted(name for name in after if after[name] != before.get(name))
     partials = [name for name in after if name.endswith(".partial")]
     if partials:
         return Failure("partial file", command.name, f"left {partials[:3]}")
     gone = sorted(set(before) - set(after))
-    if gone or (end.code == 2 and changed):
+    refused = end.code == 2 and out == "file"  # what was written before the printing failed stays
+    if gone or (refused and changed):
         return Failure("changed by a refusal", command.name, f"exit {end.code}, new {changed[:3]}, gone {gone[:3]}")
     for name in changed:
         problem = not_whole(work / name)

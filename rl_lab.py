@@ -858,11 +858,12 @@ class Task(NamedTuple):
 
 def count_pairs(rewards: Tensor) -> int:
     """How many pairs preference_pairs gives, without making them: all pairs of a context but the ties."""
-    pairs = 0
-    for row in rewards:
-        _, equal = row.unique(return_counts=True)
-        pairs += (row.numel() * (row.numel() - 1) - int((equal * (equal - 1)).sum())) // 2
-    return pairs
+    contexts, actions = rewards.shape
+    ordered = rewards.sort(dim=1).values
+    begins = torch.ones_like(ordered, dtype=torch.bool)  # a run of equal rewards
+    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    equal = begins.flatten().cumsum(0).bincount()  # how long each run is
+    return (contexts * actions * (actions - 1) - int((equal * (equal - 1)).sum())) // 2
 
 
 def preference_pairs(rewards: Tensor) -> Pairs:
@@ -1880,9 +1881,7 @@ def json_text(document: dict) -> str:
     def block(opening: str, items: Sequence[str], closing: str, indent: str) -> str:
         return f"{opening}\n" + ",\n".join(f"{indent}  {item}" for item in items) + f"\n{indent}{closing}"
 
-    def dumps(value: object) -> str:
-        return json.dumps(value, allow_nan=False)
-
+    dumps = json.JSONEncoder(allow_nan=False).encode
     entries = []
     for key, value in document.items():
         if isinstance(value, dict):

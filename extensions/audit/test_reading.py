@@ -50,6 +50,17 @@ class Reading(unittest.TestCase):
         np.savez(self.folder / "wide.npz", **arrays)
         self.assertTrue(printed(audit(read_recording(self.folder / "wide.npz")), "wide.npz"))
 
+    def test_numbers_at_the_end_of_their_range(self):
+        """A beta whose square overflows or is 0 is not tried squared; positive log-probabilities beside no `logps`."""
+        for beta in (1e300, 1e-300):
+            arrays = load("trl_dpo_sigmoid.npz") | {"beta": np.float64(beta)}
+            self.assertTrue(printed(audit(recording_from(arrays)), "beta.npz"))
+        arrays = load("verl_rewards_with_kl.npz")
+        self.assertNotIn("logps", recording_from(arrays).arrays)
+        arrays["ref_logps"] = np.abs(arrays["ref_logps"]) + 1.0
+        found = {finding.name for finding in audit(recording_from(arrays)).findings}
+        self.assertIn("positive_logps", found)
+
     def test_the_trap_works(self):
         # What the hostile files carry would write the file that survive() looks for.
         import pickle

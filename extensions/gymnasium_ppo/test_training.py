@@ -360,6 +360,12 @@ class Command(unittest.TestCase):
             np.savez(path, **{**good, **alter})
             with self.subTest(alter=list(alter)), self.assertRaisesRegex(FileProblem, text):
                 files.restored(self.folder)
+        config = json.loads(good["header"].tobytes())
+        config["config"]["steps"] = 64
+        header = np.frombuffer(json.dumps(config).encode(), dtype=np.uint8)
+        np.savez(path, **{**good, "header": header, "parameters": np.full_like(good["parameters"], 1.7e308)})
+        with self.assertRaises(FloatingPointError):
+            self.run_main("--resume", "--output", str(self.folder))
         np.savez_compressed(path, **{**good, "parameters": np.zeros(10**7)})  # 80 MB in 80 kB
         with self.assertRaisesRegex(FileProblem, "would unfold from"):
             files.restored(self.folder)

@@ -17,7 +17,7 @@ from rl_lab import FileProblem
 
 def read_jsonl(path: Path, size: int) -> dict[str, np.ndarray]:
     """One response per line. Lists are padded on the right; a number that belongs to the batch may stand on any line."""
-    # Columns, not lines: a dictionary for each of many short lines would take thirty times the file.
+    # Columns of (row, value, row, value, ...): a dictionary for each of many short lines would take thirty times the file.
     lines, columns, shared = array.array("q"), {}, {}
     with open(path, encoding="utf-8", errors="strict") as file:
         try:
@@ -37,9 +37,7 @@ def read_jsonl(path: Path, size: int) -> dict[str, np.ndarray]:
                             "belongs to the batch, not to a response"
                         )
                 for name, value in entry.items():
-                    places, values = columns.setdefault(name, (array.array("q"), []))
-                    places.append(len(lines))
-                    values.append(value)
+                    columns.setdefault(name, []).extend((len(lines), value))
                 if entry:
                     lines.append(number)
         except (ValueError, RecursionError) as problem:
@@ -49,9 +47,10 @@ def read_jsonl(path: Path, size: int) -> dict[str, np.ndarray]:
     arrays = {name: _json_array(name, value) for name, value in shared.items()}
     left, lengths = limit(size), {}
     for name in list(columns):
-        places, values = columns.pop(name)
+        cells = columns.pop(name)
+        values = cells[1::2]
         if len(values) < len(lines):
-            given = dict(zip(places, values))
+            given = dict(zip(cells[::2], values))
             values = [given.get(row) for row in range(len(lines))]
         arrays[name] = _json_column(name, lines, values, left)
         left -= arrays[name].nbytes

@@ -176,7 +176,7 @@ class Values(unittest.TestCase):
             self.assertRegex(str(caught.exception), "|".join(key.split(".")[-1] for key in values))
 
     def test_numbers_that_no_float_and_no_whole_number_is(self):
-        for value, words in ((10**400, "wanted a number"), (float("inf"), "wanted a whole number"), (float("nan"), "whole number")):
+        for value, words in ((10**400, "wanted a number"), (float("inf"), "wanted a whole number"), (1e300, "at most 1e.15"), (float("nan"), "whole number")):
             settings = settings_of(Found({"num_generations": value}), TRAINERS["trl.GRPOConfig"])
             with self.subTest(str(value)[:10]), self.assertRaisesRegex(ValueError, f"num_generations: got .*{words}") as caught:
                 settings.whole("num_generations")

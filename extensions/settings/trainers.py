@@ -108,6 +108,10 @@ RENAMED: dict[str, dict[str, str]] = {
 }
 
 
+LARGEST_WHOLE = 1e15
+"""Of a setting that counts something: products of a few of them, and their quotients, are floats then."""
+
+
 @dataclass
 class Settings:
     """What a run is configured with: written keys over the defaults of one trainer."""
@@ -141,8 +145,8 @@ class Settings:
 
     def whole(self, key: str, otherwise: int = 1) -> int:
         made = self.number(key, otherwise)
-        if not math.isfinite(made) or made != int(made):
-            raise ValueError(f"{key}: got {made:g}, wanted a whole number")
+        if not abs(made) <= LARGEST_WHOLE or made != int(made):
+            raise ValueError(f"{key}: got {made:g}, wanted a whole number of at most {LARGEST_WHOLE:g}")
         return int(made)
 
     def has(self, key: str) -> bool:

@@ -9,9 +9,11 @@ This file imports nothing of the lab: a figure can be redrawn wherever the files
 from __future__ import annotations
 
 import argparse
+import array
 import contextlib
 import csv
 import io
+import itertools
 import json
 import math
 import os
@@ -178,35 +180,26 @@ def read_csv(path: Path) -> dict[str, np.ndarray]:
     """The numeric columns of one CSV by name. Raises PlotProblem naming the file, the line and the column."""
     where = printable(path)
     try:
-        reader = csv.DictReader(io.StringIO(read_regular_file(path), newline=""))
-        rows = list(reader)
-        names = reader.fieldnames or []
+        rows = filter(None, csv.reader(io.StringIO(read_regular_file(path), newline="")))  # no empty lines
+        names = next(rows, [])
+        if "step" in names and len(set(names)) < len(names):
+            raise PlotProblem(f"{where}: the header names a column twice")
+        numbers = array.array("d")  # 8 bytes each: all rows as text would take fifty times the file
+        for line, row in enumerate(rows if "step" in names else (), start=2):
+            if len(row) > len(names):
+                raise PlotProblem(f"{where}: line {line} has more cells than the header")
+            for name, cell in itertools.zip_longest(names, row):
+                try:
+                    numbers.append(float(cell))
+                except (TypeError, ValueError):
+                    column = f"line {line}, column {printable(name)}"
+                    raise PlotProblem(f"{where}: {column}: got {cell!r:.80}, wanted a number") from None
     except csv.Error as problem:
         raise PlotProblem(f"{where}: cannot be read as CSV ({problem})") from problem
-    if "step" not in names or not rows:
+    if not numbers:
         raise PlotProblem(f"{where}: wanted a header with a column `step` and at least one row")
-    if len(set(names)) < len(names):
-        raise PlotProblem(f"{where}: the header names a column twice")
-    for line, row in enumerate(rows, start=2):
-        if None in row:
-            raise PlotProblem(f"{where}: line {line} has more cells than the header")
-    columns = {}
-    for name in names:
-        try:
-            columns[name] = np.array([float(row[name]) for row in rows])
-        except (TypeError, ValueError):
-            line = next(i for i, row in enumerate(rows, start=2) if not _is_number(row[name]))
-            got = rows[line - 2][name]
-            raise PlotProblem(f"{where}: line {line}, column {printable(name)}: got {got!r:.80}, wanted a number") from None
-    return columns
-
-
-def _is_number(text: str | None) -> bool:
-    try:
-        float(text)
-    except (TypeError, ValueError):
-        return False
-    return True
+    table = np.frombuffer(numbers).reshape(-1, len(names))
+    return {name: np.ascontiguousarray(table[:, number]) for number, name in enumerate(names)}
 
 
 def read_settings(path: Path) -> dict:
@@ -216,10 +209,14 @@ def read_settings(path: Path) -> dict:
         settings = dict(run["config"])
     except (PlotProblem, ValueError, TypeError, KeyError, RecursionError):
         return {}
-    table = run.get("reward_table")
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if np.ndim(np.asarray(table, dtype=float)) == 2:
-            settings["reward_table"] = table
+    # What reference lines are drawn from must be numbers that an axis can show; what is not gives no line.
+    for name, source, axes in (("reward_table", run, 2), ("kl_stop", settings, 0)):
+        value = source.get(name)
+        settings.pop(name, None)
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            numbers = np.asarray(value, dtype=float)
+            if numbers.ndim == axes and numbers.size and (np.abs(numbers) <= LARGEST_NUMBER).all():
+                settings[name] = value
     return settings
 
 

@@ -858,11 +858,12 @@ class Task(NamedTuple):
 
 def count_pairs(rewards: Tensor) -> int:
     """How many pairs preference_pairs gives, without making them: all pairs of a context but the ties."""
-    pairs = 0
-    for row in rewards:
-        _, equal = row.unique(return_counts=True)
-        pairs += (row.numel() * (row.numel() - 1) - int((equal * (equal - 1)).sum())) // 2
-    return pairs
+    contexts, actions = rewards.shape
+    ordered = rewards.sort(dim=1).values
+    begins = torch.ones_like(ordered, dtype=torch.bool)  # a run of equal rewards
+    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    equal = begins.flatten().cumsum(0).bincount()  # how long each run is
+    return (contexts * actions * (actions - 1) - int((equal * (equal - 1)).sum())) // 2
 
 
 def preference_pairs(rewards: Tensor) -> Pairs:
@@ -1880,9 +1881,7 @@ def json_text(document: dict) -> str:
     def block(opening: str, items: Sequence[str], closing: str, indent: str) -> str:
         return f"{opening}\n" + ",\n".join(f"{indent}  {item}" for item in items) + f"\n{indent}{closing}"
 
-    def dumps(value: object) -> str:
-        return json.dumps(value, allow_nan=False)
-
+    dumps = json.JSONEncoder(allow_nan=False).encode
     entries = []
     for key, value in document.items():
         if isinstance(value, dict):
@@ -2153,8 +2152,19 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM (from timeout, a service manager, kill): ends a command as Ctrl-C does."""
 
 
-def run_command(main: Callable[[], None]) -> None:
-    """Run a command; what a user can cause ends in one line on stderr: exit 1 for a problem, 130 for Ctrl-C, 143 for SIGTERM."""
+def run_command(main: Callable[[], None], problem_status: int = 1) -> None:
+    """Run a command; what a user can cause ends in one line on stderr: exit 1 for a problem, 130 for Ctrl-C, 143 for SIGTERM.
+
+    `problem_status` is 2 where 1 says that the command found something.
+    """
+
+    def end(text: str | None) -> None:
+        if problem_status == 1:
+            sys.exit(text or 1)
+        if text and sys.stderr is not None:
+            print(text, file=sys.stderr)
+        sys.exit(problem_status)
+
     # The lab's tensors are a few hundred numbers: waking a second thread for them costs more than it computes, and on a busy
     # machine thirty times more.
     torch.set_num_threads(1)
@@ -2165,7 +2175,7 @@ def run_command(main: Callable[[], None]) -> None:
         with _ending_by_signal():
             _run_and_flush(main)
     except (FileProblem, FloatingPointError) as problem:
-        sys.exit(f"{_program()}: error: {one_line(problem)}")
+        end(f"{_program()}: error: {one_line(problem)}")
     except KeyboardInterrupt as interrupt:
         by, status = (" by SIGTERM", 143) if isinstance(interrupt, Terminated) else ("", 130)
         if sys.stderr is not None:
@@ -2175,19 +2185,19 @@ def run_command(main: Callable[[], None]) -> None:
                       file=sys.stderr, flush=True)  # fmt: skip
         sys.exit(status)
     except MemoryError:
-        sys.exit(f"{_program()}: error: not enough memory")
+        end(f"{_program()}: error: not enough memory")
     except RuntimeError as problem:
         if "allocate memory" not in str(problem):  # torch's way to say it
             raise
-        sys.exit(f"{_program()}: error: not enough memory")
+        end(f"{_program()}: error: not enough memory")
     except OSError as problem:
         if not _is_of_the_output(problem):
             about = f"{problem.filename}: " if problem.filename else ""
-            sys.exit(f"{_program()}: error: {one_line(about)}{problem.strerror or one_line(problem)}")
+            end(f"{_program()}: error: {one_line(about)}{problem.strerror or one_line(problem)}")
         # A full disk behind `> file`; what is left in the buffer must not fail again at exit. When the reader of our output
         # (head, less) went away, what it did not want is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1 if isinstance(problem, BrokenPipeError) else f"{_program()}: error: cannot print ({problem.strerror})")
+        end(None if isinstance(problem, BrokenPipeError) else f"{_program()}: error: cannot print ({problem.strerror})")
 
 
 def _run_and_flush(main: Callable[[], None]) -> None:

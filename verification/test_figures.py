@@ -179,6 +179,17 @@ class Files(FigureCase):
             with self.subTest(name), self.assertRaisesRegex(plot_results.PlotProblem, "grpo.csv: is not a regular file"):
                 plot_results.read_folder(self.folder / name)
 
+    def test_settings_that_no_axis_can_show_give_no_reference_line(self):
+        for table, stop in (([[1, 0.2], [1e308, 1]], 1e308), ([[]], "x"), ([[1, float("nan")]], None), ([[1, "x"]], [1]), (3, {})):
+            folder = self.run_in("odd", seed=1, kl_stop=stop)
+            document = json.loads((folder / "ppo.json").read_text()) | {"reward_table": table}
+            (folder / "ppo.json").write_text(json.dumps(document))
+            (curves,) = plot_results.read_folder(folder)
+            with self.subTest(table=table, stop=stop):
+                self.assertEqual(curves.settings.keys() & {"reward_table", "kl_stop"}, set())
+                self.assertFalse({"best", "KL stop"} & plot_results.reference_values(curves).keys())
+                plot_results.rendered(plot_results.draw_curves([curves]), ".svg")
+
     def test_a_figure_keeps_its_mode(self):
         path = self.folder / "figure.svg"
         path.write_text("earlier")

@@ -10,4 +10,4 @@ import rl_lab
 from extensions.audit.command import main
 
 if __name__ == "__main__":
-    rl_lab.run_command(main)
+    rl_lab.run_command(main, problem_status=2)

@@ -100,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         text, is_clean = _work(parser, arguments)
         if text:
             print(text)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by whoever started it
+            sys.stdout.flush()
     except rl_lab.FileProblem as problem:
         parser.exit(2, f"{parser.prog}: error: {rl_lab.one_line(problem)}\n")
     except MemoryError:

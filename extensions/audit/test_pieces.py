@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import unittest
 
 import numpy as np
@@ -16,7 +18,7 @@ from extensions.audit.read.masks import mask_edits, shifted
 from extensions.audit.search.over_time import _gae
 from extensions.audit.search.pieces import parts_of
 from extensions.objectives import make_batch
-from rl_lab import gae
+from rl_lab import gae, groups_without_spread
 from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 
 NAN = math.nan
@@ -49,6 +51,20 @@ class Pieces(unittest.TestCase):
         self.assertEqual(
             in_level_group(ids, np.array([0.1, NAN, 0.1, 0.0, NAN])).tolist(), [True, False, True, False, False]
         )
+
+    def test_a_reward_added_up_in_another_order_is_level(self):
+        """1 and a hundred halves of eps: one by one after the 1 each is rounded away; added up first they are 50 eps."""
+        eps = float(np.finfo(float).eps)
+        parts = [1.0] + [eps / 2] * 100
+        there, back = functools.reduce(operator.add, parts), functools.reduce(operator.add, parts[::-1])
+        self.assertEqual((there, back), (1.0, 1 + 50 * eps))
+        for other, level in ((back, True), (1 + 128 * eps, True), (1 + 130 * eps, False)):
+            rewards = np.array([there, other, other])
+            self.assertEqual(groups_without_spread(torch.as_tensor(rewards)).item(), level)
+            self.assertEqual(
+                in_level_group(np.zeros(3, dtype=int), rewards).tolist(), [level] * 3,
+                f"{(other - there) / eps:g} eps apart: level is max - min <= 128 eps max|R|; likely a tolerance of its own",
+            )  # fmt: skip
 
     def test_mask_edits_differ_from_the_mask(self):
         recording = recording_from({"logps": np.zeros((2, 4)), "mask": np.array([[1, 1, 0, 0], [1, 1, 1, 1]], dtype=bool)})

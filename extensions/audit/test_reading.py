@@ -14,6 +14,7 @@ from extensions.audit import audit
 from extensions.audit.proof.damaged import _Hostile, survive
 from extensions.audit.proof.truth import load
 from extensions.audit.read.recording import read_recording, recording_from
+from extensions.audit.say.report import printed
 from extensions.read.names import ALIASES
 from rl_lab import FileProblem
 from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
@@ -41,6 +42,24 @@ class Reading(unittest.TestCase):
         np.savez_compressed(path, logps=np.zeros((3000, 1000), dtype=np.int8), loss=0.5)
         with self.assertRaisesRegex(FileProblem, "would become 24000008, wanted at most"):
             read_recording(path)
+
+    def test_a_reading_whose_tie_has_no_ratio(self):
+        """Log-probabilities a thousand times too large: the tied readings have another gate, without the bound's quantity."""
+        arrays = load("verl_loss_gspo_wide.npz")
+        arrays["logps"] = arrays["logps"] * 1000.0
+        np.savez(self.folder / "wide.npz", **arrays)
+        self.assertTrue(printed(audit(read_recording(self.folder / "wide.npz")), "wide.npz"))
+
+    def test_numbers_at_the_end_of_their_range(self):
+        """A beta whose square overflows or is 0 is not tried squared; positive log-probabilities beside no `logps`."""
+        for beta in (1e300, 1e-300):
+            arrays = load("trl_dpo_sigmoid.npz") | {"beta": np.float64(beta)}
+            self.assertTrue(printed(audit(recording_from(arrays)), "beta.npz"))
+        arrays = load("verl_rewards_with_kl.npz")
+        self.assertNotIn("logps", recording_from(arrays).arrays)
+        arrays["ref_logps"] = np.abs(arrays["ref_logps"]) + 1.0
+        found = {finding.name for finding in audit(recording_from(arrays)).findings}
+        self.assertIn("positive_logps", found)
 
     def test_the_trap_works(self):
         # What the hostile files carry would write the file that survive() looks for.

@@ -160,9 +160,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 name, _, rest = str(problem).partition(": ")
                 parser.error(f"argument --{name.replace('_', '-')}: {rest}" if name in given else f"argument --env: {problem}")
         label = trainer.run.env + (f"  seed {seed}" if seed is not None else "")
-        if advance_to_the_end(trainer, folder, label, arguments.stop_after):
-            evaluations.append(finish(trainer, folder)["mean_return"])
-        else:
+        try:
+            finished = advance_to_the_end(trainer, folder, label, arguments.stop_after)
+            evaluations += [finish(trainer, folder)["mean_return"]] if finished else []
+        except ValueError as problem:  # an atom refuses what the network gives, of a checkpoint of huge numbers say
+            raise FloatingPointError(f"{folder}: the numbers of this run left their range ({problem})") from problem
+        if not finished:
             print(f"{trainer.run.env}: stopped after update {len(trainer.history)} of {trainer.run.updates}.")
             print(f"Checkpoint: {paths_of(folder)['checkpoint']}; --resume --output {folder} goes on from it.")
         trainer.close()

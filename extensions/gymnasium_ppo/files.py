@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import statistics
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from extensions.gymnasium_ppo.environments import import_gymnasium
 from extensions.gymnasium_ppo.settings import Run, run_of
 from extensions.gymnasium_ppo.training import Trainer, config_of
+from extensions.read import read_arrays
 from rl_lab import FileProblem, csv_text, format_table, json_text, replace_files, software
 
 CHECKPOINT_FORMAT = 1
@@ -96,15 +96,14 @@ def read_checkpoint(folder: Path) -> tuple[Run, dict[str, np.ndarray]]:
     """The run that a checkpoint belongs to, and its arrays. Raises FileProblem; nothing in the file is executed."""
     path = paths_of(folder)["checkpoint"]
     try:
-        if not path.is_file():
+        if not path.exists():
             raise FileProblem(f"{path}: there is no checkpoint to resume; run without --resume first")
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
+        arrays = {name: np.array(value) for name, value in read_arrays(path).items()}  # copies that may be written to
         header = json.loads(arrays.pop("header").tobytes())
         if header["format"] != CHECKPOINT_FORMAT:
             raise FileProblem(f"{path}: has format {header['format']}, wanted {CHECKPOINT_FORMAT}; it is of another version")
         return run_of(**header["config"]), arrays
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, MemoryError, zipfile.BadZipFile) as problem:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
         raise FileProblem(f"{path}: is no checkpoint of this command ({str(problem) or type(problem).__name__})") from problem
 
 

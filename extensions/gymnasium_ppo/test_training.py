@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import tempfile
 import unittest
 from pathlib import Path
@@ -348,7 +349,7 @@ class Command(unittest.TestCase):
         good = dict(np.load(path))
         pickled = np.array([print], dtype=object)
         for text, alter in (
-            ("is no checkpoint", {"parameters": pickled}),
+            ("holds Python objects", {"parameters": pickled}),
             ("cannot be resumed", {"parameters": np.zeros(3)}),
             ("cannot be resumed", {"adam_means": np.full_like(good["adam_means"], np.nan)}),
             ("cannot be resumed", {"current_observations": good["current_observations"] + 1}),
@@ -359,9 +360,23 @@ class Command(unittest.TestCase):
             np.savez(path, **{**good, **alter})
             with self.subTest(alter=list(alter)), self.assertRaisesRegex(FileProblem, text):
                 files.restored(self.folder)
-        path.write_bytes(b"PK nothing")
-        with self.assertRaisesRegex(FileProblem, "is no checkpoint"):
+        config = json.loads(good["header"].tobytes())
+        config["config"]["steps"] = 64
+        header = np.frombuffer(json.dumps(config).encode(), dtype=np.uint8)
+        np.savez(path, **{**good, "header": header, "parameters": np.full_like(good["parameters"], 1.7e308)})
+        with self.assertRaises(FloatingPointError):
+            self.run_main("--resume", "--output", str(self.folder))
+        np.savez_compressed(path, **{**good, "parameters": np.zeros(10**7)})  # 80 MB in 80 kB
+        with self.assertRaisesRegex(FileProblem, "would unfold from"):
             files.restored(self.folder)
+        path.write_bytes(b"PK nothing")
+        with self.assertRaisesRegex(FileProblem, "not a whole zip archive"):
+            files.restored(self.folder)
+        path.unlink()
+        os.mkfifo(path)
+        with self.assertRaisesRegex(FileProblem, "not a regular file"):
+            files.restored(self.folder)
+        path.unlink()
         foreign = json.loads(good["header"].tobytes())
         foreign["config"]["env"] = "some_module:Env-v0"
         np.savez(path, **{**good, "header": np.frombuffer(json.dumps(foreign).encode(), dtype=np.uint8)})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import json
 import math
 from pathlib import Path
+from typing import Sequence
 
 import numpy as np
 
@@ -15,7 +17,8 @@ from rl_lab import FileProblem
 
 def read_jsonl(path: Path, size: int) -> dict[str, np.ndarray]:
     """One response per line. Lists are padded on the right; a number that belongs to the batch may stand on any line."""
-    rows, shared = [], {}
+    # Columns of (row, value, row, value, ...): a dictionary for each of many short lines would take thirty times the file.
+    lines, columns, shared = array.array("q"), {}, {}
     with open(path, encoding="utf-8", errors="strict") as file:
         try:
             for number, line in enumerate(file, 1):
@@ -33,23 +36,29 @@ def read_jsonl(path: Path, size: int) -> dict[str, np.ndarray]:
                             f"line {number}: {name} is {value!r}, and {shared[name]!r} on an earlier line; it "
                             "belongs to the batch, not to a response"
                         )
+                for name, value in entry.items():
+                    columns.setdefault(name, []).extend((len(lines), value))
                 if entry:
-                    rows.append((number, entry))
+                    lines.append(number)
         except (ValueError, RecursionError) as problem:
             raise FileProblem(f"not JSON lines ({_short(problem)})") from problem
-    if not rows and not shared:
+    if not lines and not shared:
         raise FileProblem("no response in it")
     arrays = {name: _json_array(name, value) for name, value in shared.items()}
-    names = dict.fromkeys(name for _, entry in rows for name in entry)
-    left = limit(size)
-    for name in names:
-        arrays[name] = _json_column(name, [(number, entry.get(name)) for number, entry in rows], left)
+    left, lengths = limit(size), {}
+    for name in list(columns):
+        cells = columns.pop(name)
+        values = cells[1::2]
+        if len(values) < len(lines):
+            given = dict(zip(cells[::2], values))
+            values = [given.get(row) for row in range(len(lines))]
+        arrays[name] = _json_column(name, lines, values, left)
         left -= arrays[name].nbytes
-    token_names = [n for n in names if arrays[n].ndim == 2]
-    if token_names and not any(CANONICAL.get(name) == "mask" for name in names):
-        first = next((n for n in token_names if CANONICAL.get(n) == "logps"), token_names[0])
-        lengths = np.array([len(entry.get(first) or ()) for _, entry in rows])
-        arrays["mask"] = np.arange(arrays[first].shape[1]) < lengths[:, None]
+        if arrays[name].ndim == 2:
+            lengths[name] = np.array([len(value) for value in values])
+    if lengths and not any(CANONICAL.get(name) == "mask" for name in arrays):
+        first = next((name for name in lengths if CANONICAL.get(name) == "logps"), next(iter(lengths)))
+        arrays["mask"] = np.arange(arrays[first].shape[1]) < lengths[first][:, None]
     return arrays
 
 
@@ -63,36 +72,38 @@ def _json_array(name: str, value) -> np.ndarray:
     return made
 
 
-def _json_column(name: str, cells: list[tuple[int, object]], left: int) -> np.ndarray:
-    """One column of the lines: numbers or strings give (N,), lists are padded on the right to (N, T)."""
-    missing = [number for number, value in cells if value is None]
-    if any(isinstance(value, list) for _, value in cells):
-        wrong = [number for number, value in cells if not isinstance(value, list)]
-        if wrong:
-            raise FileProblem(f"line {wrong[0]}: {name} is no list, and it is one on other lines")
-        width = max(len(value) for _, value in cells)
-        if 8 * len(cells) * width > left:
+def _json_column(name: str, lines: Sequence[int], values: list, left: int) -> np.ndarray:
+    """One column, a value from each line: numbers or strings give (N,), lists are padded on the right to (N, T)."""
+    if any(isinstance(value, list) for value in values):
+        wrong = next((line for line, value in zip(lines, values) if not isinstance(value, list)), None)
+        if wrong is not None:
+            raise FileProblem(f"line {wrong}: {name} is no list, and it is one on other lines")
+        width = max(map(len, values))
+        if 8 * len(values) * width > left:
             raise FileProblem(
-                f"{name}: one response is {width} long and most are short: padding would need {len(cells) * width} slots"
+                f"{name}: one response is {width} long and most are short: padding would need {len(values) * width} slots"
             )
-        table = np.full((len(cells), width), np.nan)
-        for row, (number, value) in enumerate(cells):
-            if any(item is not None and (isinstance(item, str) or not isinstance(item, (int, float))) for item in value):
-                raise FileProblem(f"line {number}: {name} holds something that is not a number")
+        table = np.full((len(values), width), np.nan)
+        for row, (line, value) in enumerate(zip(lines, values)):
+            if any(item is not None and not isinstance(item, (int, float)) for item in value):
+                raise FileProblem(f"line {line}: {name} holds something that is not a number")
             try:
                 table[row, : len(value)] = [math.nan if item is None else item for item in value]
             except OverflowError as problem:
-                raise FileProblem(f"line {number}: {name} holds a number that is too large") from problem
+                raise FileProblem(f"line {line}: {name} holds a number that is too large") from problem
         return table
-    if missing and CANONICAL.get(name) != "rewards":
-        raise FileProblem(f"line {missing[0]}: {name} is missing, and it is there on other lines")
-    values = [math.nan if value is None else value for _, value in cells]
+    missing = next((line for line, value in zip(lines, values) if value is None), None)
+    if missing is not None and CANONICAL.get(name) != "rewards":
+        raise FileProblem(f"line {missing}: {name} is missing, and it is there on other lines")
     if all(isinstance(value, str) for value in values):
+        if len(values) * 4 * max(map(len, values)) > left:
+            raise FileProblem(f"{name}: one text is {max(map(len, values))} long; an array of them would not be in proportion")
         return np.array(values)
-    if any(not isinstance(value, (int, float)) for value in values):
+    if any(not isinstance(value, (int, float, type(None))) for value in values):
         raise FileProblem(f"{name}: wanted a number, a string or a list of numbers on every line")
     try:
-        return np.array(values) if all(isinstance(v, int) for v in values) else np.array(values, dtype=float)
+        whole = all(isinstance(value, int) for value in values)
+        return np.array(values) if whole else np.array([math.nan if value is None else value for value in values], dtype=float)
     except OverflowError as problem:
         raise FileProblem(f"{name}: holds a number that is too large") from problem
 

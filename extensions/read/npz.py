@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -40,7 +41,9 @@ def _npy_array(name: str, data: bytes) -> np.ndarray:
     read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read_header is None:
         raise FileProblem(f"array {name!r}: .npy version {version}, wanted 1.0 or 2.0")
-    shape, fortran, dtype = read_header(stream)
+    with warnings.catch_warnings():  # of a header written by Python 2: it is read, or refused below
+        warnings.simplefilter("ignore")
+        shape, fortran, dtype = read_header(stream)
     if dtype.hasobject:
         raise FileProblem(f"array {name!r} holds Python objects; they are never unpickled: store numbers or strings")
     count = math.prod(shape)

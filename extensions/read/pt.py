@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import pickletools
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,9 @@ def read_pt(path: Path, size: int) -> dict[str, Array]:
         if records.get(folder + key) != nbytes:
             raise FileProblem(f"storage {key!r} is {records.get(folder + key)} bytes, and the index claims {nbytes}")
     try:
-        loaded = torch.load(path, weights_only=True, map_location="cpu")
+        with warnings.catch_warnings():  # of an unusual protocol: what cannot be loaded is refused below
+            warnings.simplefilter("ignore")
+            loaded = torch.load(path, weights_only=True, map_location="cpu")
     except MemoryError:
         raise
     except Exception as problem:  # the loader raises whatever its C++ half meets; every kind means the same here

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import pickle
 import tempfile
+import tracemalloc
 import unittest
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -59,6 +63,50 @@ class Files(unittest.TestCase):
         torch.save({"uid": ["a" * 100_000] * 1000}, self.folder / "text.pt")
         self.refused(self.folder / "text.pt", "would unfold to 400000000 bytes")
         self.assertEqual(_bytes_of([[1, 2], [3]], "x"), 24)
+
+    def test_short_lines_stay_in_proportion(self):
+        """100,000 lines of 8 bytes: as dictionaries they took 43 MB of Python objects."""
+        path = self.folder / "short.jsonl"
+        path.write_bytes(b'{"a":1}\n' * 100_000)
+        tracemalloc.start()
+        self.addCleanup(tracemalloc.stop)
+        read_arrays(path)
+        self.assertLess(tracemalloc.get_traced_memory()[1], limit(path.stat().st_size))
+        path.write_text('{"a":1,"s":"x"}\n{"s":"y","a":2}\n{"a":3,"s":"z"}\n')
+        made = read_arrays(path)
+        self.assertEqual((made["a"].tolist(), made["s"].tolist()), ([1, 2, 3], ["x", "y", "z"]))
+        path.write_text('{"reward":1,"a":[1]}\n{"a":[2,3]}\n{"reward":3,"a":[]}\n')
+        made = read_arrays(path)
+        self.assertEqual(made["reward"].tolist()[::2], [1, 3])
+        self.assertTrue(np.isnan(made["reward"][1]))
+        self.assertEqual(made["mask"].tolist(), [[True, False], [True, True], [False, False]])
+        for text, words in (
+            ('{"a":1}\n{"b":1}\n', "line 2: a is missing"), ('\n{"a":[1]}\n{"a":2}\n', "line 3: a is no list"),
+            ('{"a":1}\n{"a":null}\n', "line 2: a is missing"), ('{"a":["x"]}\n', "line 1: a holds something that is not a number"),
+            ('{"a":"' + "x" * 5000 + '"}\n' + '{"a":"y"}\n' * 3000, "one text is 5000 long"),
+        ):  # fmt: skip
+            path.write_text(text)
+            self.refused(path, words)
+
+    def test_a_header_of_python_2_is_no_warning(self):
+        path = self.folder / "old.npz"
+        header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1L,), }\n"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("logps.npy", b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header + bytes(8))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.assertEqual(read_arrays(path)["logps"].tolist(), [0.0])
+
+    def test_another_protocol_is_no_warning(self):
+        """torch.load warns of it, in three lines on stderr; an answer is an answer, a refusal one line."""
+        path = self.folder / "four.pt"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps({"beta": 0.5, "logps": [[-0.5]]}, protocol=4))
+            archive.writestr("archive/version", "3\n")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with contextlib.suppress(FileProblem):
+                read_arrays(path)
 
     def test_an_index_of_many_instructions(self):
         whole = io.BytesIO()

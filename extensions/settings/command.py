@@ -105,5 +105,4 @@ def main(argv: list[str] | None = None) -> None:
     except (rl_lab.FileProblem, ValueError) as problem:
         parser.exit(2, f"{parser.prog}: error: {str(problem).splitlines()[0]}\n")
     if status:
-        sys.stdout.flush()
         sys.exit(status)

@@ -8,6 +8,7 @@ build an object. A new format is a function from text to `Found` and an entry in
 from __future__ import annotations
 
 import ast
+import collections
 import json
 import math
 import operator
@@ -23,6 +24,7 @@ from rl_lab import FileProblem
 MAX_BYTES = 300_000
 MAX_DEPTH = 30
 MAX_KEYS = 5_000
+MAX_TOKENS = 40_000  # of a Python file: some 4,000 lines; the tree of each token takes about half a kilobyte
 MAX_LINE = 20_000  # characters; no settings file has longer ones
 
 # Call in a Python file -> the trainer whose settings it holds.
@@ -130,6 +132,8 @@ def read_toml(text: str) -> Found:
         raise FileProblem("TOML needs Python 3.11 or newer; write the settings as YAML, JSON or key=value lines")
     import tomllib
 
+    if re.search(rf"(?:[\w\"'-]+[ \t]*\.[ \t]*){{{MAX_DEPTH}}}", text):  # each level of a dotted key is held several times
+        raise FileProblem(f"nested deeper than {MAX_DEPTH} levels; that is no settings file")
     try:
         return _of_tree(tomllib.loads(text), Found())
     except tomllib.TOMLDecodeError as problem:
@@ -155,11 +159,15 @@ def read_yaml(text: str) -> Found:
 
         def construct_mapping(self, node, deep=False):
             names = [key.value for key, _ in node.value if isinstance(key.value, str)]
-            for name in dict.fromkeys(name for name in names if names.count(name) > 1 and name != "<<"):
-                found.notes.append(f"{name} is written twice; the last one counts")
+            for name, times in collections.Counter(names).items():
+                if times > 1 and name != "<<":
+                    found.notes.append(f"{name} is written twice; the last one counts")
             return super().construct_mapping(node, deep)
 
     try:
+        for number, _ in enumerate(yaml.parse(text)):  # one at a time: known before a tree is built
+            if number > 4 * MAX_KEYS:
+                raise FileProblem(f"holds more than {MAX_KEYS} values; that is no settings file")
         tree = yaml.load(text, Loader)  # noqa: S506  (a subclass of SafeLoader: plain values only)
     except (yaml.YAMLError, ValueError, TypeError) as problem:
         mark = getattr(problem, "problem_mark", None)
@@ -188,6 +196,7 @@ def read_lines(text: str) -> Found:
     A line NAME=value on its own is a shell variable where the text uses $NAME, and a setting where it does not.
     """
     found, variables, words = Found(), {}, []
+    used = set(re.findall(r"\$\{?(\w+)", text))
     text = text.replace("\r\n", "\n").replace("\\\n", " ")
     for line in text.split("\n"):
         line = line.strip()
@@ -201,7 +210,7 @@ def read_lines(text: str) -> Found:
             parts = line.split()
         if len(parts) >= 2 and parts[0] == "export":
             parts = parts[1:]
-        if len(parts) == 1 and (made := _ASSIGNMENT.fullmatch(parts[0])) and re.search(rf"\$\{{?{made[1]}\b", text):
+        if len(parts) == 1 and (made := _ASSIGNMENT.fullmatch(parts[0])) and made[1] in used:
             variables[made[1]] = made[2]
             continue
         words += parts
@@ -270,6 +279,8 @@ def _arithmetic(text: str) -> str:
 def read_python(text: str) -> Found:
     """Keyword arguments of the first call in PYTHON_CALLS, and what its neighbours say. Names that a constant was given to
     at the top of a file or function count as that constant; anything else is listed as not readable."""
+    if sum(1 for _ in re.finditer(r"\w+|[^\w\s]", text)) > MAX_TOKENS:
+        raise FileProblem(f"holds more than {MAX_TOKENS} words and signs; wanted the file that makes the settings alone")
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as problem:

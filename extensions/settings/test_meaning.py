@@ -175,6 +175,13 @@ class Values(unittest.TestCase):
                 meaning(settings_of(Found(values), TRAINERS[trainer]))
             self.assertRegex(str(caught.exception), "|".join(key.split(".")[-1] for key in values))
 
+    def test_numbers_that_no_float_and_no_whole_number_is(self):
+        for value, words in ((10**400, "wanted a number"), (float("inf"), "wanted a whole number"), (1e300, "at most 1e.15"), (float("nan"), "whole number")):
+            settings = settings_of(Found({"num_generations": value}), TRAINERS["trl.GRPOConfig"])
+            with self.subTest(str(value)[:10]), self.assertRaisesRegex(ValueError, f"num_generations: got .*{words}") as caught:
+                settings.whole("num_generations")
+            self.assertLess(len(str(caught.exception)), 120)
+
     def test_every_trainer_and_name_gives_a_row_that_evaluates(self):
         batch, _ = objectives.small_batch()
         tables = {

@@ -131,7 +131,8 @@ class Files(unittest.TestCase):
             "merges.yaml": merges, "maps.yaml": maps, "tag.yaml": "a: !!python/object/apply:os.system ['touch hacked']\n",
             "deep.yaml": "[" * 3000, "deep.json": "[" * 200_000, "line.json": '{"a": "' + "x" * 10_000_000 + '"}',
             "deep.py": "x = " + "(" * 5000, "unary.py": "x = " + "-" * 15_000 + "1", "code.py": "raise SystemExit('ran')",
-            "nul.yaml": "a: \x00", "empty.yaml": "", "list.json": "[1, 2]", "bad.json": "{", "bad.toml": "a = ",
+            "many.yaml": "".join(f"a{i}: 1\n" for i in range(25_000)), "dots.toml": ".".join("a" * 5000) + " = 1\n",
+            "long.py": "GRPOConfig(beta=0.1)\n" + "x=1\n" * 20_000, "nul.yaml": "a: \x00", "empty.yaml": "", "list.json": "[1, 2]", "bad.json": "{", "bad.toml": "a = ",
         }  # fmt: skip
         for name, text in cases.items():
             with self.assertRaises(FileProblem, msg=name) as caught:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -107,6 +108,10 @@ RENAMED: dict[str, dict[str, str]] = {
 }
 
 
+LARGEST_WHOLE = 1e15
+"""Of a setting that counts something: products of a few of them, and their quotients, are floats then."""
+
+
 @dataclass
 class Settings:
     """What a run is configured with: written keys over the defaults of one trainer."""
@@ -135,13 +140,13 @@ class Settings:
             value = value.split("_", 1)[1]
         try:
             return float(value)
-        except (TypeError, ValueError):
-            raise ValueError(f"{key}: got {value!r}, wanted a number") from None
+        except (TypeError, ValueError, OverflowError):  # the last: a whole number of more digits than a float has
+            raise ValueError(f"{key}: got {str(value)[:40]!r}, wanted a number") from None
 
     def whole(self, key: str, otherwise: int = 1) -> int:
         made = self.number(key, otherwise)
-        if made != int(made):
-            raise ValueError(f"{key}: got {made:g}, wanted a whole number")
+        if not abs(made) <= LARGEST_WHOLE or made != int(made):
+            raise ValueError(f"{key}: got {made:g}, wanted a whole number of at most {LARGEST_WHOLE:g}")
         return int(made)
 
     def has(self, key: str) -> bool:

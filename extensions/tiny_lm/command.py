@@ -11,7 +11,7 @@ from extensions.tiny_lm.methods import METHODS, objective_row, own_steps
 from extensions.tiny_lm.stage import MISTAKES, TinySettings
 from extensions.tiny_lm.task import VERIFIERS
 from extensions.tiny_lm.training import TrainingRun, check_names, train
-from rl_lab import LabParser, OnStep, add_settings, check_writable, chosen_settings, format_table, progress_line
+from rl_lab import FileProblem, LabParser, OnStep, add_settings, check_writable, chosen_settings, format_table, progress_line
 
 DESCRIPTION = """\
 Train a transformer of 100,000 parameters to write the distinct digits of a prompt in ascending order.
@@ -158,8 +158,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 on_step=progress(algorithm, settings, arguments.verifier),
                 **settings,
             )
-        except ValueError as problem:
-            parser.error(f"{algorithm}: {problem}")
+        except ValueError as problem:  # found by sampling, after other trainings may have been written
+            raise FileProblem(f"{algorithm}: {problem}") from problem
         save(arguments.output, run, start)
         runs.append(run)
     print_report(arguments, settings, runs)

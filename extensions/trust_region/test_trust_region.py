@@ -235,7 +235,7 @@ class Command(unittest.TestCase):
 
     def test_wrong_flags(self):
         for arguments, words in (
-            (("--delta", 0), "got '0', wanted a number above 0"),
+            (("--delta", 0), "got '0', wanted a number from 1e-09 to 10"),
             (("--task", "cartpole"), "invalid choice"),
             (("--plot", "x.svg", "--no-training"), "--plot"),
             (("--plot", "x.jpg"), ".svg"),

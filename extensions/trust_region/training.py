@@ -38,7 +38,8 @@ from rl_lab import (
 class StepSettings(Settings):
     """The numbers of the step itself."""
 
-    delta: float = setting(0.01, Range(float, 0, 10, above=True), "largest mean KL(old || new) of an update", "trust region")
+    # A KL of 1e-9 still has seven digits in float64; of a smaller one rounding is soon all that is left.
+    delta: float = setting(0.01, Range(float, 1e-9, 10), "largest mean KL(old || new) of an update", "trust region")
     damping: float = setting(0.1, Range(float, 0, 1000), "added to the Fisher matrix while solving", "trust region")
     cg_steps: int = setting(10, Range(int, 1, 1000), "most steps of the conjugate gradients", "trust region")
     shrink: float = setting(0.8, Range(float, 0.01, 0.99), "factor of the line search", "trust region")

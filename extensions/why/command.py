@@ -75,5 +75,4 @@ def main(argv: list[str] | None = None) -> None:
         parser.exit(2, f"{parser.prog}: error: {problem}\n")
     bad = {"never": (), "mistake": ("mistake",), "look": ("look", "mistake")}[arguments.fail_on]
     if any(one["verdict"] in bad for one in made["lines"]):
-        sys.stdout.flush()
         sys.exit(1)

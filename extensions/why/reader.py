@@ -7,18 +7,20 @@ NAMES maps what trainers call a quantity to the one name that relations.py uses;
 from __future__ import annotations
 
 import ast
+import collections
 import csv
 import io
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 from rl_lab import FileProblem
 
 MAX_BYTES = 20_000_000
 MAX_LINE = 100_000
-MAX_RECORDS = 200_000
+KEPT_RECORDS = 20_000  # the last ones of a longer log: a trend is read off the end
 
 # Name here -> names in logs. TRL, verl, OpenRLHF, stable-baselines3, tiny_lm.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -69,10 +71,10 @@ def numbers(record: object) -> dict[str, float]:
         if isinstance(node, dict) and depth < 6:
             pending += [(f"{prefix}/{key}" if prefix else str(key), value, depth + 1) for key, value in reversed(node.items())]
         elif isinstance(node, (int, float)) and not isinstance(node, bool):
-            made[prefix] = float(node) if abs(node) < 1e300 or node != node or math.isinf(node) else math.inf
+            made[sys.intern(prefix)] = float(node) if abs(node) < 1e300 or node != node else -math.inf if node < 0 else math.inf
         elif isinstance(node, str) and len(node) < 40:
             try:
-                made[prefix] = float(node)
+                made[sys.intern(prefix)] = float(node)
             except ValueError:
                 continue
     return made
@@ -89,9 +91,11 @@ def parse_line(line: str) -> dict[str, float]:
                 return numbers(parse(text))
             except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
                 continue
-    if made := re.fullmatch(r"\s*\|\s*([\w/ ]+?)\s*\|\s*([-+.\deE]+|nan)\s*\|\s*", line):  # a row of stable-baselines3's table
-        return numbers({made[1]: made[2]})
-    pairs = re.findall(r"([A-Za-z_][\w/@.-]*)\s*[:=]\s*(?:np\.float\d+\()?([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))\b", line)
+    # Time in proportion to the line, whatever stands in it: no pattern has two ways to share the same characters.
+    before, *cells, after = [cell.strip() for cell in line.split("|")] if line.count("|") == 3 else ("", "", "")
+    if len(cells) == 2 and not before + after and re.fullmatch(r"[\w/ ]+", cells[0]):  # a row of stable-baselines3's table
+        return numbers({cells[0]: cells[1]}) if re.fullmatch(r"[-+.\deE]+|nan", cells[1]) else {}
+    pairs = re.findall(r"(?<![\w/@.-])([A-Za-z_][\w/@.-]*)\s*[:=]\s*(?:np\.float\d+\()?([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))\b", line)
     return numbers(dict(pairs))
 
 
@@ -108,7 +112,7 @@ def read_records(source: str) -> list[dict[str, float]]:
         text = source
     else:
         text = _text_of(path)
-    if max(map(len, text.splitlines()), default=0) > MAX_LINE:
+    if max(map(len, io.StringIO(text)), default=0) > MAX_LINE:
         raise FileProblem(f"a line has more than {MAX_LINE} characters; that is no log line")
     records = _csv_records(text) or _line_records(text)
     if not records:
@@ -138,21 +142,25 @@ def _csv_records(text: str) -> list[dict[str, float]]:
     head = text.lstrip().split("\n", 1)[0]
     if "{" in head or "," not in head or ":" in head or not re.fullmatch(r"[\w/@ .,\"-]+", head.strip()):
         return []
-    rows = csv.DictReader(io.StringIO(text.lstrip()))
-    made = [numbers({str(key): value for key, value in row.items() if isinstance(value, str)}) for row in rows]
-    return [row for row in made if row][:MAX_RECORDS]
+    rows = csv.DictReader(io.StringIO(text.lstrip(), newline=""))
+    try:
+        made = (numbers({str(key): value for key, value in row.items() if isinstance(value, str)}) for row in rows)
+        return list(collections.deque(filter(None, made), maxlen=KEPT_RECORDS))
+    except csv.Error as problem:  # a cell of more than 128 kB
+        raise FileProblem(f"looks like CSV and is none ({problem})") from None
 
 
 def _line_records(text: str) -> list[dict[str, float]]:
-    made, table = [], {}
-    for line in text.splitlines():
+    made, table = collections.deque(maxlen=KEPT_RECORDS), {}
+    for line in io.StringIO(text):
         record = parse_line(line)
         if line.lstrip().startswith("|"):
             table |= record
         elif record:
             made.append(record)
         elif table and line.strip().startswith("---"):
-            made, table = [*made, table], {}
-        if len(made) >= MAX_RECORDS:
-            break
-    return [*made, table] if table else made
+            made.append(table)
+            table = {}
+    if table:
+        made.append(table)
+    return list(made)

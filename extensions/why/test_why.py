@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unittest
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 
 from extensions.objectives import ROWS, evaluate, small_batch
 from extensions.why import explain_records, first_pass_token_mean_loss, read_records
+from extensions.why.reader import parse_line
 from rl_lab import FileProblem
 from test_rl_lab import setUpModule, tearDownModule  # noqa: F401  (one thread)
 
@@ -60,10 +62,23 @@ class Why(unittest.TestCase):
         ):
             self.assertIn(key, verdicts(text), text)
 
+    def test_a_row_of_a_table(self):
+        for line, made in (
+            ("| train/ | |", {}), ("|    approx_kl | 0.01 |", {"approx_kl": 0.01}), (" | loss | nan | ", {"loss": math.nan}),
+            ("| loss | x |", {}), ("| a | b | 1 |", {}), ("x | loss | 1 |", {}), ("| -1 | 1e-3 |", {}), ("| fps | 1e3 |", {"fps": 1e3}),
+        ):  # fmt: skip
+            self.assertEqual(str(parse_line(line)), str(made), line)
+
     def test_hostile_input(self):
-        for text in ("/no/such/file", "{" * 5000, "x" * 2_000_000, "{'a': __import__('os')}"):
+        for text in ("/no/such/file", "{" * 5000, "x" * 2_000_000, "{'a': __import__('os')}", ",\r ", "a,b\n" + "x" * 200_000):
             with self.assertRaises(FileProblem):
                 explain_records(read_records(text))
+
+
+    def test_a_number_of_many_digits_and_infinity(self):
+        digits = "7" * 400
+        self.assertEqual(read_records(f'{{"loss": {digits}, "kl": -{digits}}}'), [{"loss": math.inf, "kl": -math.inf}])
+        self.assertEqual(read_records('{"loss": Infinity, "kl": -Infinity}'), [{"loss": math.inf, "kl": -math.inf}])
 
 
 if __name__ == "__main__":

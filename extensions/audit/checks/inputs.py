@@ -184,7 +184,8 @@ def _may_be_densities(recording: Recording) -> bool:
     """Samples of an environment, whose actions may be real numbers: one per row, or beside the flags of episodes."""
     if any(name in recording for name in _OF_LANGUAGE):
         return False
-    return recording.arrays["logps"].shape[1] == 1 or any(name in recording for name in _OF_ENVIRONMENT)
+    logps = recording.get("logps")  # a batch of advantages alone has none
+    return logps is not None and logps.shape[1] == 1 or any(name in recording for name in _OF_ENVIRONMENT)
 
 
 def _mask_shape(recording: Recording) -> list[Finding]:

@@ -151,6 +151,13 @@ def explain(guess: Guess, t: Tokens) -> Account:
     return made
 
 
+def has_quantities(guess: Guess, found: Account, t: Tokens) -> bool:
+    """Whether a guess has every quantity that the thresholds and bounds of an account name: a tie of another gate may not."""
+    bounds = {x.quantity for x in found.factors if x.kind in ("cap", "floor")}
+    thresholds = {x.quantity for x in found.thresholds}
+    return bounds <= levels(guess, t).keys() and thresholds <= closed_tokens.quantities(t, guess.gate).keys()
+
+
 def confirm(found: Account, t: Tokens) -> Account:
     """The same account on all tokens: thresholds and factors are held fixed, their brackets tightened."""
     guess = found.guess

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from extensions.audit.reading import counts, value
-from extensions.audit.reading.explain import NO_WEIGHT, Account, Guess, confirm, explain, weights
+from extensions.audit.reading.explain import NO_WEIGHT, Account, Guess, confirm, explain, has_quantities, weights
 from extensions.audit.reading.exchanged import variants
 from extensions.audit.reading.facts import Facts, facts_from, is_rollout
 from extensions.audit.reading.fit import fit_one, fit_two, is_seen
@@ -234,6 +234,8 @@ def _by_value(account: Account, other: OtherTerms) -> tuple[Account, value.Value
     v = value.predict(whole, other.value)
     if v.agrees is False:
         for tie in account.guess.ties[:12]:
+            if not has_quantities(tie, account, t):
+                continue
             twin = confirm(replace(account, guess=tie), t)
             w = value.predict(twin, other.value)
             if w.agrees:

@@ -179,7 +179,8 @@ def rows_to_try(
             continue  # who records a reference uses it
         if row.loss == "orpo" and bool((data.logps.sum(1) >= 0).any()):
             continue
-        tried = dict.fromkeys([*betas, *([known * known] if known and known != 1 else [])])
+        twice = known * known if known and known != 1 else 0.0
+        tried = dict.fromkeys([*betas, *([twice] if 0 < twice < math.inf else [])])
         for beta in tried:
             mistake = "beta_twice" if known and beta != known else None
             variants = [replace(row, beta=beta)]

@@ -87,9 +87,10 @@ class Sequences:
         """(N, T V): d log p(y) / d all logits. Each position has logits of its own, so the parts stand side by side."""
         return self.token_scores.reshape(len(self.answers), -1)
 
-    def gradients(self, slopes: np.ndarray) -> np.ndarray:
-        """(N, T V): sum_t slopes_t d log p_t / d logits of each answer, from slopes (N, T) at its log-probabilities."""
-        return (slopes[..., None] * self.token_scores).reshape(len(slopes), -1)
+    def gradients(self, slopes: np.ndarray, answers: np.ndarray | None = None) -> np.ndarray:
+        """(M, T V): sum_t slopes_t d log p_t / d logits, from slopes (M, T) at the log-probabilities of `answers` (M,), or all."""
+        scores = self.token_scores if answers is None else self.token_scores[answers]
+        return (slopes[..., None] * scores).reshape(len(slopes), -1)
 
     def expected(self, x: np.ndarray) -> float:
         """E[x] of one number per answer (N,)."""

@@ -1,4 +1,4 @@
-"""Small policies on which everything is known: softmax probabilities, score vectors, J, its gradient, and finite differences.
+"""Small policies on which everything is known: probabilities, score vectors, J, its gradient, and finite differences.
 
 A new worked policy is an entry in CASES. Letters: K answers to one prompt, p [K] the policy, R [K] the rewards, r [K] the
 reference, b [K] the policy that sampled (behaviour), G answers in a group.
@@ -21,9 +21,10 @@ LARGEST_GROUP = 1000  # binomials of more overflow a double
 class Case:
     """One prompt: K answers with their probabilities and rewards, and the size of a group.
 
-    reference: None where nobody gave one (a table then says what it takes). behaviour: None means that the policy itself sampled.
-    Raises ValueError, one line that names the flag, for unequal lengths, probabilities that are not positive or do not sum to one,
-    rewards that are not finite, a group_size outside 1 to LARGEST_GROUP.
+    reference: None where nobody gave one (a table then says what it takes).
+    behaviour: None means that the policy itself sampled.
+    Raises ValueError, one line that names the flag, for unequal lengths, probabilities that are not positive or do not sum
+    to one, rewards that are not finite, a group_size outside 1 to LARGEST_GROUP.
     """
 
     probabilities: tuple[float, ...]
@@ -46,6 +47,10 @@ class Case:
                 object.__setattr__(self, name, distribution(f"--{name}", given, answers))
         if not 1 <= self.group_size <= LARGEST_GROUP:
             raise ValueError(f"--group-size: got {self.group_size}, wanted 1 to {LARGEST_GROUP}")
+
+    @property
+    def answers(self) -> int:
+        return len(self.probabilities)
 
     @property
     def p(self) -> np.ndarray:
@@ -74,7 +79,7 @@ def distribution(flag: str, numbers: Sequence[float], answers: int) -> tuple[flo
     if len(numbers) != answers:
         raise ValueError(f"{flag}: got {len(numbers)} numbers, wanted {answers}, one per answer")
     if not all(0 < x < math.inf for x in numbers):
-        raise ValueError(f"{flag}: got {shown(numbers)}, wanted every probability above 0 (an answer of chance 0 has no logit)")
+        raise ValueError(f"{flag}: got {shown(numbers)}, wanted each above 0: an answer of chance 0 has no logit")
     total = math.fsum(numbers)
     if abs(total - 1) > SUM_TOLERANCE:
         raise ValueError(f"{flag}: the numbers sum to {total:.9g}, wanted 1")

@@ -1,4 +1,4 @@
-"""The one registry of tables: name -> function(case) -> list of Line. A new table is an entry in TABLES and in DEFAULT_CASES."""
+"""The one registry of tables: name -> function(case) -> list of Line. A new table is an entry in TABLES."""
 
 from __future__ import annotations
 

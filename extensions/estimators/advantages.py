@@ -1,7 +1,7 @@
 """The table of advantages: baselines and scales on one prompt, two prompts in one batch, and every row of objectives.ROWS.
 
-A new estimator is an entry in ESTIMATORS (through a Row where one says it, else a rule of its own); a new row of the objectives
-table appears by itself. Everything is on-policy, with the reference of the case, or without one the policy itself.
+A new estimator is an entry in ESTIMATORS (through a Row where one says it, else a rule of its own); a new row of the
+objectives table appears by itself. All is on-policy; the reference is that of the case, or the policy itself.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Estimate(NamedTuple):
 def estimates(case: Case, refused: dict[str, str] | None = None) -> Iterator[Estimate]:
     """Every estimator of one prompt that can be evaluated on the case, one after the other.
 
-    The groups come from case.b; the rows of objectives.ROWS meet the reference, the others do without. `refused` receives the
-    name of what cannot be evaluated, with the reason.
+    The groups come from case.b; the rows of objectives.ROWS meet the reference, the others do without. `refused`
+    receives the name of what cannot be evaluated, with the reason.
     """
     outcomes, plain = multisets(case.b, case.group_size), replace(case, reference=None)
     for name, what in (*ESTIMATORS.items(), *ROWS.items()):

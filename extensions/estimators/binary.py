@@ -1,7 +1,7 @@
 """Rewards of two values: what a prompt weighs by its difficulty, for each way to scale a group.
 
-With success probability q, R in {0, 1} and k successes in a group of G, k ~ Bin(G, q), every estimator gives E[g] = w grad q,
-with a weight w on the prompt:
+With success probability q, R in {0, 1} and k successes in a group of G, k ~ Bin(G, q), every estimator gives
+E[g] = w grad q, with a weight w on the prompt:
 
     leave-one-out                 1
     group mean                    (G - 1) / G
@@ -91,15 +91,16 @@ def line_at(q: float, group_size: int, estimator: str) -> Line:
     if estimator == "/ std, ddof 0":
         says += f"; an endless group {weight_limit(q):.4f}"
     if drawn.draws_for_one > 1:
-        says += f"; {drawn.draws_for_one:.4g} groups drawn for one used, whose mean reward is {mean_of_mixed(q, group_size):.4f}"
+        says += f"; {drawn.draws_for_one:.4g} groups drawn for one used"
+        says += f", mean reward there {mean_of_mixed(q, group_size):.4f}"
     return replace(made, meaning=says)
 
 
 def table(case: Case) -> list[Line]:
     """Rewards of two values: the weight w(q) of a prompt with success probability q.
 
-    First w_G(q) of / std at every q and G, then every estimator at the group size of the case. With rewards of two values the
-    case's own q stands first. Raises ValueError for a group of one.
+    First w_G(q) of / std at every q and G, then every estimator at the group size of the case. With rewards of two values
+    the case's own q stands first. Raises ValueError for a group of one.
     """
     if case.group_size < 2:
         raise ValueError(f"--group-size: got {case.group_size}, wanted at least 2: leave-one-out needs another answer")

@@ -10,8 +10,8 @@ The estimator is one trajectory's sum_t A_t s_t through objectives.evaluate (bas
 
     E[A_0 | L] - E[A_0 | R] = (1 - lam) (critic(L) - critic(R)) + lam (V(L) - V(R)),
 
-so that lambda slides the first step's gradient from the critic's opinion (lambda 0) to the truth (lambda 1). Any critic at all is
-harmless at lambda 1, where it is a baseline. The tree does not read the case. Lambdas are LAMBDAS, critics CRITICS.
+so that lambda slides the first step's gradient from the critic's opinion (lambda 0) to the truth (lambda 1). Any critic at
+all is harmless at lambda 1, where it is a baseline. The tree does not read the case. Lambdas are LAMBDAS, critics CRITICS.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def arrays_of(row: Row, case: Case, members: np.ndarray) -> dict[str, np.ndarray
         "logits": lambda: np.tile(log_p, (rows, 1, 1)), "ref_logits": lambda: np.tile(log_r, (rows, 1, 1)),
     }  # fmt: skip
     groups = np.repeat(np.arange(len(members)), members.shape[1])
-    wanted = {*row.needs, "rewards"}
+    wanted = {*row.needs, "rewards", "values"}  # values: a critic's target, where advantages are given
     return {"logps": log_p[flat], "group_ids": groups} | {name: make() for name, make in known.items() if name in wanted}
 
 
@@ -82,7 +82,7 @@ def looks_at_the_batch(row: Row) -> bool:
 
 
 def ascent(row: Row, batch: Batch, actions: np.ndarray, p: np.ndarray) -> np.ndarray:
-    """Each answer's part of -d loss / d logits, (N, K): scores for the log-probabilities, and what else reaches the logits."""
+    """Each answer's part of -d loss / d logits, (N, K): scores times slopes, and what else reaches the logits."""
     result = objectives.evaluate(row, batch)
     loss_gradient = result.dloss_dlogps.numpy() * scores(p)[actions]
     if result.dloss_dentropies is not None:
@@ -95,8 +95,8 @@ def ascent(row: Row, batch: Batch, actions: np.ndarray, p: np.ndarray) -> np.nda
 def row_gradients(row: Row, case: Case, outcomes: Outcomes) -> Drawn:
     """The row's gradient for every group that its filter leaves, through objectives.evaluate.
 
-    Raises ValueError, as evaluate, for a row that cannot be evaluated on these groups; TooMany for one that looks at its whole
-    batch, where that would be more than CALLS batches.
+    Raises ValueError, as evaluate, for a row that cannot be evaluated on these groups; TooMany for one that looks at its
+    whole batch, where that would be more than CALLS batches.
     """
     members, chances = outcomes
     used = 1.0

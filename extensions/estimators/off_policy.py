@@ -10,6 +10,7 @@ stands in front of a surrogate, one in CROSSED.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Iterator
 
@@ -26,6 +27,7 @@ CAPS = (1.0, 1.5, 2.0)
 MASKS = (1.5, 2.0, 3.0)
 SEQUENCE_CAPS = (1.2, 1.5)
 TEMPERATURE = 0.7  # of the sampler of whole answers
+MOST = 50_000  # outcomes of a self-normalised mean; more draws have no line
 FAR = 10.0  # a limit of |log ratio| this large cuts nothing that is looked at here
 
 NONE = Row("no correction", ratio="none", surrogate="plain", **QUIET)
@@ -203,7 +205,7 @@ def sequence_lines(world: Sequences = S1, temperature: float = TEMPERATURE) -> l
 
 
 def table(case: Case) -> list[Line]:
-    """Corrections of one sampled answer of b, self-normalised ones of G, the rows' surrogates, and whole answers."""
+    """Corrections of one sampled answer of b, self-normalised ones of 2, G and 2 G, the rows' surrogates, and whole answers."""
     p, b = case.p, case.b
     A, truth = case.R - expected_reward(p, case.R), policy_gradient(p, case.R)
     single = [told(name, contributions(row, p, b, A), b, truth, row_like(row), formula)
@@ -213,6 +215,8 @@ def table(case: Case) -> list[Line]:
     of_is = next(line for line in single if line.estimator == "IS").mse
     made = [against(line, of_is) for line in single]
     for draws in sorted({2, case.group_size, 2 * case.group_size}):
+        if math.comb(len(p) + draws - 1, draws) > MOST:
+            continue
         outcomes, chances = self_normalised(case, A, draws)
         line = told(f"self-normalised, {draws} draws", outcomes, chances, truth, formula="sum w A s / sum w")
         made.append(against(line, of_is / draws))

@@ -60,7 +60,7 @@ def verdict(line: Line, truth: np.ndarray, what: str = "direction") -> str:
     if 1 - line.cosine <= EXACT:
         return f"true {what}, {line.scale:.3g} times as long"
     degrees = math.degrees(math.acos(max(-1.0, line.cosine)))
-    return f"turned by {degrees:.1f} degrees" + (": points AWAY from it" if line.cosine < 0 else "")
+    return f"turned by {degrees:.3g} degrees" + (": points AWAY from it" if line.cosine < 0 else "")
 
 
 def told(estimator: str, outcomes, probabilities, truth, row: str | None = None, formula: str = "", more: str = "") -> Line:

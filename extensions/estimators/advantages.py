@@ -13,7 +13,7 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 
 import numpy as np
 
-from extensions.estimators.enumerate import multisets
+from extensions.estimators.enumerate import Outcomes, multisets
 from extensions.estimators.line import Line, line_of
 from extensions.estimators.policy import Case, best_baseline, expected_reward, policy_gradient
 from extensions.estimators.sampled import Drawn, Rule, row_gradients, rule_gradients, truth_of, two_prompt_gradients
@@ -72,6 +72,7 @@ ESTIMATORS: dict[str, Row | Callable[[Case], Rule]] = {
 }
 """Estimator -> the row that says it, or what makes a rule (rewards [M, G] -> advantages) of a case."""
 
+PAIRED = 3  # largest group where a batch holds two: every pair of groups is a batch of its own
 ALONE = replace(_GRPO, singleton="raw")
 TWO_PROMPTS = ("leave-one-out", "group mean", "/ std, ddof 0", "batch std, no group", "group mean, batch std")
 
@@ -85,14 +86,17 @@ class Estimate(NamedTuple):
     truth: np.ndarray
 
 
-def estimates(case: Case, refused: dict[str, str] | None = None) -> Iterator[Estimate]:
+def estimates(
+    case: Case, refused: dict[str, str] | None = None, outcomes: Outcomes | None = None, rows: bool = True
+) -> Iterator[Estimate]:
     """Every estimator of one prompt that can be evaluated on the case, one after the other.
 
-    The groups come from case.b; the rows of objectives.ROWS meet the reference, the others do without. `refused`
-    receives the name of what cannot be evaluated, with the reason.
+    The groups come from case.b (or are `outcomes` of it); without `rows`, ESTIMATORS alone. The rows of objectives.ROWS meet
+    the reference, the others do without. `refused` receives the name of what cannot be evaluated, with the reason.
     """
-    outcomes, plain = multisets(case.b, case.group_size), replace(case, reference=None)
-    for name, what in (*ESTIMATORS.items(), *ROWS.items()):
+    outcomes = multisets(case.b, case.group_size) if outcomes is None else outcomes
+    plain = replace(case, reference=None)
+    for name, what in (*ESTIMATORS.items(), *(ROWS.items() if rows else ())):
         of = case if name in ROWS else plain
         try:
             if isinstance(what, Row):
@@ -121,15 +125,20 @@ def _row_name(name: str, what: Row | Callable) -> str | None:
 
 def two_prompts(case: Case, refused: dict[str, str] | None = None) -> Iterator[Estimate]:
     """The TWO_PROMPTS estimators on a batch of two prompts: vectors (2K,), the first K of them the case's own."""
-    plain = replace(case, reference=None, behaviour=None)
+    plain = replace(case, reference=None, behaviour=None, group_size=min(case.group_size, PAIRED))
     for name in TWO_PROMPTS:
+        shown = two_prompt_name(name, plain.group_size)
         try:
             drawn, truth = two_prompt_gradients(ESTIMATORS[name], plain)
         except ValueError as problem:
             if refused is not None:
-                refused[f"two prompts: {name}"] = str(problem)
+                refused[shown] = str(problem)
         else:
-            yield Estimate(f"two prompts: {name}", None, drawn, truth)
+            yield Estimate(shown, None, drawn, truth)
+
+
+def two_prompt_name(name: str, group_size: int) -> str:
+    return f"two prompts, G={group_size}: {name}"
 
 
 def alone(case: Case) -> Estimate:
@@ -152,7 +161,8 @@ def lines_and_left_out(case: Case) -> tuple[list[Line], dict[str, str]]:
         raise ValueError(f"--group-size: got {case.group_size}, wanted at least 2: leave-one-out needs another answer")
     case, refused = replace(case, behaviour=None), {}
     lines = [*_lines(itertools.chain(estimates(case, refused), [alone(case)]), "V = J")]
-    return lines + [*_lines(two_prompts(case, refused), f"two prompts: {TWO_PROMPTS[0]}")], refused
+    paired = two_prompt_name(TWO_PROMPTS[0], min(case.group_size, PAIRED))
+    return lines + [*_lines(two_prompts(case, refused), paired)], refused
 
 
 def _lines(made: Iterable[Estimate], beside: str) -> Iterator[Line]:

@@ -155,7 +155,7 @@ def settled(case: Case) -> Case:
 
 
 def two_prompt_gradients(row: Row, case: Case) -> tuple[Drawn, np.ndarray]:
-    """A batch of two prompts, case and settled(case), each with logits of its own: vectors (M, 2K), and the true gradient.
+    """A batch of two prompts, case and settled(case), with logits of their own: vectors (M, 2K), and the true gradient.
 
     A row that looks at each group alone is evaluated once per prompt; one that looks at the batch, for every pair of groups.
     """

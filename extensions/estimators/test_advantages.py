@@ -4,6 +4,7 @@ import itertools
 import math
 import unittest
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,6 +21,7 @@ SAMPLES = 100_000
 STANDARD_ERRORS = 4
 
 
+@lru_cache
 def lines_of(case):
     return {line.estimator: line for line in table(case)}
 
@@ -249,9 +251,9 @@ class TwoPrompts(NumberCase):
 
     def test_a_std_of_the_batch_keeps_what_a_std_of_the_group_levels(self):
         """The weight of the settled prompt against the open one: 1 without a std, more with each group's own."""
-        lines = lines_of(E1)
+        lines, of_two = lines_of(E1), lambda name: advantages.two_prompt_name(name, 3)
         def settled_against_open(name):
-            mean, truth = np.array(lines[f"two prompts: {name}"].mean), np.array(lines["two prompts: leave-one-out"].mean)
+            mean, truth = np.array(lines[of_two(name)].mean), np.array(lines[of_two("leave-one-out")].mean)
             return (mean[3:] @ truth[3:] / (truth[3:] @ truth[3:])) / (mean[:3] @ truth[:3] / (truth[:3] @ truth[:3]))
         own, whole = settled_against_open("/ std, ddof 0"), settled_against_open("group mean, batch std")
         self.assertClose(settled_against_open("group mean"), 1.0)

@@ -148,7 +148,7 @@ def alone(case: Case) -> Estimate:
 
 
 def table(case: Case) -> list[Line]:
-    """Advantages: what a baseline and a scale do to the expected gradient and to its variance.
+    """What a baseline and a scale do to the expected gradient and to its variance.
 
     Raises ValueError for a group of one, where leave-one-out has no others.
     """

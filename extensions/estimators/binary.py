@@ -97,7 +97,7 @@ def line_at(q: float, group_size: int, estimator: str) -> Line:
 
 
 def table(case: Case) -> list[Line]:
-    """Rewards of two values: the weight w(q) of a prompt with success probability q.
+    """The weight w(q) of a prompt with success probability q, rewards of two values.
 
     First w_G(q) of / std at every q and G, then every estimator at the group size of the case. With rewards of two values
     the case's own q stands first. Raises ValueError for a group of one.

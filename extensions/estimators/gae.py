@@ -81,7 +81,7 @@ def estimate(lam: float, critic: np.ndarray) -> np.ndarray:
 
 
 def table(case: Case) -> list[Line]:
-    """GAE on a tree of two steps: lambda against a true, a missing and a wrong critic. The tree has numbers of its own."""
+    """On a tree of two steps: lambda against a true, a missing and a wrong critic. The tree has numbers of its own."""
     truth, chances = tree_gradient(), trajectories()[2]
     lines = []
     for name, critic in CRITICS.items():

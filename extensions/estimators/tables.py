@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Callable
 
+from extensions.estimators import advantages, binary, gae, kl, lengths, off_policy, passes, preference, sampler
 from extensions.estimators.line import Line
 from extensions.estimators.policy import BINARY, E1, KL, OFF_POLICY, Case
 
 Table = Callable[[Case], list[Line]]
 
-
-def _table_of(module: str) -> Table:
-    """`table` of a module of this folder, read when it is first called."""
-
-    def table(case: Case) -> list[Line]:
-        return importlib.import_module(f"extensions.estimators.{module}").table(case)
-
-    return table
-
-
 TABLES: dict[str, Table] = {
-    "advantages": _table_of("advantages"),
-    "binary": _table_of("binary"),
-    "kl": _table_of("kl"),
-    "off-policy": _table_of("off_policy"),
-    "lengths": _table_of("lengths"),
-    "sampler": _table_of("sampler"),
-    "dpo": _table_of("preference"),
-    "gae": _table_of("gae"),
-    "passes": _table_of("passes"),
+    "advantages": advantages.table,
+    "binary": binary.table,
+    "kl": kl.table,
+    "off-policy": off_policy.table,
+    "lengths": lengths.table,
+    "sampler": sampler.table,
+    "dpo": preference.table,
+    "gae": gae.table,
+    "passes": passes.table,
 }
 
 # What a table shows when the reader gives no numbers of their own.

@@ -133,10 +133,10 @@ def clamped_lines(case: Case) -> list[Line]:
     truth, verl = policy.kl_gradient(p, r), ROWS["grpo_kl@verl-0.9.1"]
     made = []
     for name, row, cut in (
-        ("k3 in the loss, as verl cuts", only(verl, "5", kl_coef=1.0), f"d in +-{verl.kl_log_limit:g}, k to {verl.kl_limit:g}"),
+        ("k3 in the loss, as verl cuts", only(verl, "5", kl_coef=1.0), f"d +-{verl.kl_log_limit:g}, k {verl.kl_limit:g}"),
         (f"k2 in the loss, d in +-{LOG_CUT:g}", kl_row("k2", "in the loss", kl_log_limit=LOG_CUT), "no gradient where cut"),
         (f"k3 in the loss, d in +-{LOG_CUT:g}", kl_row("k3", "in the loss", kl_log_limit=LOG_CUT), "no gradient where cut"),
-        (f"k1 in the reward, d in +-{LOG_CUT:g}", kl_row("k1", "in the reward", kl_log_limit=LOG_CUT), "cut value as reward"),
+        (f"k1 in the reward, d in +-{LOG_CUT:g}", kl_row("k1", "in the reward", kl_log_limit=LOG_CUT), "cut value"),
     ):
         used = row.name if row.name in ROWS else None
         made.append(told(name, contributions(row, p, p, r), p, truth, used, cut))
@@ -204,12 +204,13 @@ def gaussian_lines() -> list[Line]:
         d = mu**2 / 2 - mu * x
         for form in schulman(mu):
             k = KLS[form](torch.from_numpy(d))[0].numpy() / (mu**2 / 2)
-            line = told(f"N(0,1) | N({mu:g},1): {form}, value / KL", k[:, None], chances, [1.0], name_of(form, "in the loss"))
+            name, row = f"N(0,1) | N({mu:g},1): {form}, value / KL", name_of(form, "in the loss")
+            line = told(name, k[:, None], chances, [1.0], row)
             deviation = f"standard deviation {line.trace_cov**0.5:.4f} KL"
             made.append(replace(line, meaning=f"{line.meaning}; {deviation}"))
     return made
 
 
 def table(case: Case) -> list[Line]:
-    """Values and gradients of one sampled answer; a mean of G answers has 1/G of the variance. A missing reference is uniform."""
+    """Values and gradients of one sampled answer; a mean of G has 1/G of the variance. Without a reference it is uniform."""
     return value_lines(case) + gradient_lines(case) + clamped_lines(case) + sequence_lines() + gaussian_lines()

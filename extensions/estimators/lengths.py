@@ -1,10 +1,11 @@
 """The table of lengths: what the denominator of a loss does to the direction of the gradient, and to the expected length.
 
-The world is S1 (sequences.py), whose right answers are longer. Groups of G answers, every one of them enumerated and sent
-through objectives.evaluate; each group is a batch of its own. A new line is an entry in REDUCTIONS: a row of objectives.ROWS as
-it stands, or a neighbour of one. The reference is the policy itself, so a KL adds nothing.
+The world is S1 (sequences.py), whose right answers are longer. Groups of G answers, every one of them enumerated and
+sent through objectives.evaluate; each group is a batch of its own. A new line is an entry in REDUCTIONS: a row of
+objectives.ROWS as it stands, or a neighbour of one. The reference is the policy itself, so a KL adds nothing.
 
-Drift: d E[length] along the unit step in the direction of E[g], in tokens; that of the true gradient stands beside it.
+Drift: d E[length] along the unit step in the direction of E[g], in tokens; that of the true gradient stands beside
+it.
 """
 
 from __future__ import annotations

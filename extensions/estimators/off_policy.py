@@ -1,11 +1,12 @@
 """The table of off-policy corrections: answers come from another policy than the one that learns.
 
-p learns, b sampled, w = p / b, s = d log p / d logits, A = R - J known (no group, so that only the correction is seen). The truth
-is d J / d logits = E_b[w A s]. One sampled answer in each outcome; a mean of n has 1/n of the variance.
+p learns, b sampled, w = p / b, s = d log p / d logits, A = R - J known (no group, so that only the correction is
+seen). The truth is d J / d logits = E_b[w A s]. One sampled answer in each outcome; a mean of n has 1/n of the
+variance.
 
-The ladder (none, IS, TIS, masked, self-normalised) and every different ratio and surrogate of objectives.ROWS go through
-objectives.evaluate: a new row there is a line here. A cap or a band of the ladder is an entry in CAPS; a sampler correction that
-stands in front of a surrogate, one in CROSSED.
+The ladder (none, IS, TIS, masked, self-normalised) and every different ratio and surrogate of objectives.ROWS go
+through objectives.evaluate: a new row there is a line here. A cap or a band of the ladder is an entry in CAPS; a
+sampler correction that stands in front of a surrogate, one in CROSSED.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def ladder() -> dict[str, tuple[Row, str]]:
 def contributions(row: Row, p: np.ndarray, b: np.ndarray, A: np.ndarray) -> np.ndarray:
     """(K, K): the ascent direction -d loss / d logits of each answer, drawn from b, advantage A.
 
-    A row that weighs sampler against trainer takes b as the sampler, and p has not moved yet; for any other b is the old policy.
+    A row that weighs sampler against trainer takes b as the sampler, and p has not moved yet; else b is the old policy.
     """
     old = np.log(p if weighs_sampler(row) else b)
     return -slopes(row, np.log(p), old_logps=old, sampler_logps=np.log(b), advantages=A)[:, None] * scores(p)
@@ -106,7 +107,7 @@ def settings(row: Row) -> tuple:
 
 
 def different_rows() -> Iterator[Row]:
-    """The first row of each kind of ratio and surrogate; a choice of tokens, and weights handed in, are not theirs to make."""
+    """The first row of each kind of ratio and surrogate, without rows that choose tokens or are handed their weights."""
     seen = {settings(row) for row, _ in ladder().values()}
     for row in ROWS.values():
         key = settings(row)
@@ -133,7 +134,7 @@ def described(row: Row) -> str:
 
 
 def crossed(case: Case) -> list[Line]:
-    """Three policies: b samples, the trainer's o = sqrt(p b) / Z is what the ratio p / o is taken to, and o / b is weighed."""
+    """Three policies: b samples, o = sqrt(p b) / Z is the trainer's old one; o / b is weighed, p / o is the ratio."""
     p, b = case.p, case.b
     o = np.sqrt(p * b) / np.sqrt(p * b).sum()
     A, truth = case.R - expected_reward(p, case.R), policy_gradient(p, case.R)
@@ -194,7 +195,7 @@ def sequence_contributions(row: Row, world: Sequences, sampler: np.ndarray) -> n
 
 
 def sequence_lines(world: Sequences = S1, temperature: float = TEMPERATURE) -> list[Line]:
-    """Answers of several tokens from a sampler at a temperature: where the product of ratios may be cut, and at what price."""
+    """Answers of several tokens from a sampler at a temperature: where the product of ratios may be cut, and the price."""
     sampler = tempered(world.p, temperature)
     chances = np.exp(world.logps_under(sampler).sum(axis=1))
     made = []
@@ -205,7 +206,7 @@ def sequence_lines(world: Sequences = S1, temperature: float = TEMPERATURE) -> l
 
 
 def table(case: Case) -> list[Line]:
-    """Corrections of one sampled answer of b, self-normalised ones of 2, G and 2 G, the rows' surrogates, and whole answers."""
+    """Corrections of one answer of b, self-normalised ones of 2, G and 2 G, the rows' surrogates, and whole answers."""
     p, b = case.p, case.b
     A, truth = case.R - expected_reward(p, case.R), policy_gradient(p, case.R)
     single = [told(name, contributions(row, p, b, A), b, truth, row_like(row), formula)

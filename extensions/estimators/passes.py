@@ -1,12 +1,13 @@
 """The table of passes: the same group of answers serves the second and the third step, and its ratio is stale by then.
 
-A group of G answers comes from p. Each pass moves the logits by RATE times the row's gradient, so that after it every group has
-a policy of its own, p_k. The ratio is p_k / p. A is leave-one-out, so the first pass is unbiased. A new line is an entry in ROWS_OF.
+A group of G answers comes from p. Each pass moves the logits by RATE times the row's gradient, so that after it every
+group has a policy of its own, p_k. The ratio is p_k / p. A is leave-one-out, so the first pass is unbiased. A new
+line is an entry in ROWS_OF.
 
-The truth is d J at p_k, which depends on the group as well: mean is E[g], the truth E[d J], and trace_cov and mse are those of
-the error g - d J, group by group. Two controls draw a second group that the policy has not been fitted to: one from p_1, one from
-p with its ratio. They are unbiased; the ratio on the group that made the step is not, because the step has gone where that
-group's luck was.
+The truth is d J at p_k, which depends on the group as well: mean is E[g], the truth E[d J], and trace_cov and mse are
+those of the error g - d J, group by group. Two controls draw a second group that the policy has not been fitted to:
+one from p_1, one from p with its ratio. They are unbiased; the ratio on the group that made the step is not, because
+the step has gone where that group's luck was.
 """
 
 from __future__ import annotations

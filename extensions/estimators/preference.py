@@ -1,11 +1,12 @@
 """The table of preferences: DPO and its relatives on pairs of answers, their gradients, optima, and what noise does.
 
-Pairs: two different answers, each drawn from the policy that sampled, labelled by Bradley-Terry on the rewards,
-P(i above j) = sigmoid(R_i - R_j). Every (chosen, rejected) is an outcome. The policy p stands at its reference unless the case
-gives one. The truth is the population gradient: minus d E[DPO loss] / d logits, the direction of descent.
+Pairs: two different answers, each drawn from the policy that sampled, labelled by Bradley-Terry on the rewards, P(i
+above j) = sigmoid(R_i - R_j). Every (chosen, rejected) is an outcome. The policy p stands at its reference unless the
+case gives one. The truth is the population gradient: minus d E[DPO loss] / d logits, the direction of descent.
 
-Every row of PREFERENCE_ROWS that reads pairs is evaluated through evaluate_preference, so a new row there is a line here. The two
-answers of `two_answers` decide what beta does: the step from the reference grows with beta, the optimum shrinks with it.
+Every row of PREFERENCE_ROWS that reads pairs is evaluated through evaluate_preference, so a new row there is a line
+here. Two answers with a known share of right labels decide what beta does: the step from the reference grows with beta, the optimum
+shrinks with it.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def noise_lines(case: Case) -> list[Line]:
 
 
 def dpo_optimum(right: float, beta: float) -> float:
-    """h* = logit(P) / beta: where P sigmoid(-beta h) = (1 - P) sigmoid(beta h). h = D, the log-ratio margin of the chosen."""
+    """h* = logit(P) / beta: where P sigmoid(-beta h) = (1 - P) sigmoid(beta h). h = D, the margin of log-ratios."""
     return math.log(right / (1 - right)) / beta
 
 
@@ -157,7 +158,7 @@ def kl_to_half(h: float) -> float:
 
 
 def margin_slopes(row: PreferenceRow, h: float) -> np.ndarray:
-    """(2,): d loss / d h at margin h with the label right and with it wrong, through evaluate_preference; reference (1/2, 1/2)."""
+    """(2,): d loss / d h at margin h, label right and label wrong, through evaluate_preference; reference (1/2, 1/2)."""
     # log p = log sigmoid(+-h); the reference's log-probabilities are equal, so D is h where the label is right, else -h.
     log_p = -np.log1p(np.exp(np.array([-h, h])))
     half = np.log([0.5, 0.5])

@@ -1,12 +1,12 @@
 """The table of samplers: temperature, top-k, top-p and a share of greedy answers belong to the policy that samples.
 
-The trainer takes log-probabilities of p, the sampler drew from another policy q made of p. An entry in SAMPLERS makes q. Each is
-shown without a weight, with w = p / q (q renormalised: what was really drawn from), and with a truncated weight. A sampler that
-reports raw log-probabilities, those before its temperature and cuts, gives w = 1: the line without a weight. A = R - J; the
-truth is d J / d logits of p.
+The trainer takes log-probabilities of p, the sampler drew from another policy q made of p. An entry in SAMPLERS makes
+q. Each is shown without a weight, with w = p / q (q renormalised: what was really drawn from), and with a truncated
+weight. A sampler that reports raw log-probabilities, those before its temperature and cuts, gives w = 1: the line
+without a weight. A = R - J; the truth is d J / d logits of p.
 
-Answers that q never gives can be weighed by nothing: where q cuts support, w = p / q is the number p(kept) for every kept answer
-of a top-k or top-p sampler, and the gradient stays biased.
+Answers that q never gives can be weighed by nothing: where q cuts support, w = p / q is the number p(kept) for every
+kept answer of a top-k or top-p sampler, and the gradient stays biased.
 """
 
 from __future__ import annotations

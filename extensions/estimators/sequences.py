@@ -1,7 +1,7 @@
 """A small world of whole answers: all 15 sequences, their scores, J, E[length], and their exact gradients.
 
-A new world is a Sequences. Letters: N sequences, T positions, V tokens, the last token is the end (EOS); a row p_t [V] of the
-policy for each position, with logits of its own, so a parameter vector has T * V numbers.
+A new world is a Sequences. Letters: N sequences, T positions, V tokens, the last token is the end (EOS); a row p_t
+[V] of the policy for each position, with logits of its own, so a parameter vector has T * V numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def first_and_end(tokens: tuple[int, ...], eos: int) -> float:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Every answer that rows (T, V) can give: it stops at EOS or after T tokens. Padded arrays hold token 0 beyond its end."""
+    """Every answer that rows (T, V) can give: it stops at EOS or after T tokens. Beyond its end arrays hold token 0."""
 
     rows: tuple[tuple[float, ...], ...] = S1_ROWS
 
@@ -88,7 +88,7 @@ class Sequences:
         return self.token_scores.reshape(len(self.answers), -1)
 
     def gradients(self, slopes: np.ndarray, answers: np.ndarray | None = None) -> np.ndarray:
-        """(M, T V): sum_t slopes_t d log p_t / d logits, from slopes (M, T) at the log-probabilities of `answers` (M,), or all."""
+        """(M, T V): sum_t slopes_t d log p_t / d logits, slopes (M, T) at the log-probabilities of `answers`, or all."""
         scores = self.token_scores if answers is None else self.token_scores[answers]
         return (slopes[..., None] * scores).reshape(len(slopes), -1)
 

@@ -1,12 +1,12 @@
 """A DPO step in which chosen and rejected both lose probability: three answers whose logits share features.
 
-Logits are phi theta, phi [3, F] the features of the answers. Along one step of DPO theta moves by a positive number c times
-phi_c - phi_r (c chosen, r rejected), so that
+Logits are phi theta, phi [3, F] the features of the answers. Along one step of DPO theta moves by a positive number c
+times phi_c - phi_r (c chosen, r rejected), so that
 
     d log p_i / dc = (phi_i - E_p phi) . (phi_c - phi_r)
 
-On a table phi is the identity, and this is 1 - p_c + p_r > 0 for the chosen answer and -(1 + p_c - p_r) < 0 for the rejected: the
-chosen one always gains. With shared features it need not. A new example is an entry in EXAMPLES.
+On a table phi is the identity, and this is 1 - p_c + p_r > 0 for the chosen answer and -(1 + p_c - p_r) < 0 for the
+rejected: the chosen one always gains. With shared features it need not. A new example is an entry in EXAMPLES.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def parameters_for(phi: np.ndarray, p: np.ndarray) -> np.ndarray:
 def run(
     phi: np.ndarray, p: np.ndarray, steps: int = STEPS, rate: float = RATE, row: PreferenceRow = PREFERENCE_ROWS["dpo"]
 ) -> np.ndarray:
-    """(steps + 1, 3): the probabilities before and after each SGD step on one pair, reference p, through the engine's loss."""
+    """(steps + 1, 3): the probabilities before and after each SGD step on one pair, reference p, on the engine's loss."""
     features = torch.from_numpy(phi)
     theta = torch.from_numpy(parameters_for(phi, p)).requires_grad_()
     reference, pair = torch.from_numpy(np.log(p)), [CHOSEN, REJECTED]
@@ -80,7 +80,7 @@ def run(
 
 
 def one_step(phi: np.ndarray, p: np.ndarray, row: PreferenceRow = PREFERENCE_ROWS["dpo"]) -> np.ndarray:
-    """(3,): d log p_i / d rate of a step of the row's loss from the reference p, divided by the loss's own slope in the margin.
+    """(3,): d log p_i / d rate of a step of the row's loss from the reference p, over the loss's own slope in the margin.
 
     For a loss of the margin this is `derivative`; here it comes from the gradient that evaluate_preference gives.
     """

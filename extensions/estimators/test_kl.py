@@ -8,16 +8,9 @@ import numpy as np
 from extensions.estimators import kl, policy
 from extensions.estimators.policy import E1, finite_difference, scores, softmax
 from extensions.estimators.sequences import S1, Sequences
+from extensions.estimators.testing import AS_PRINTED, FROM_FINITE_DIFFERENCES, NumberCase
 
 p, r = policy.KL.p, policy.KL.r
-PRINTED = 6e-7  # numbers written with six digits
-SAME = 1e-12
-
-
-class NumberCase(unittest.TestCase):
-    def assertClose(self, got, wanted, atol=SAME, says=""):
-        gap = np.abs(np.asarray(got, dtype=float) - np.asarray(wanted, dtype=float)).max()
-        self.assertLessEqual(gap, atol, f"\n{says}\n  got     {got}\n  wanted  {wanted}")
 
 
 def lines():
@@ -29,18 +22,21 @@ class Known(NumberCase):
         self.lines = lines()
 
     def test_the_two_kls_and_their_gradients(self):
-        self.assertClose([policy.kl(p, r), policy.kl(r, p)], [0.373386, 0.421968], PRINTED)
-        self.assertClose(policy.kl_gradient(p, r), [0.331738, -0.155770, -0.175968], PRINTED)
+        self.assertClose([policy.kl(p, r), policy.kl(r, p)], [0.373386, 0.421968], AS_PRINTED)
+        self.assertClose(policy.kl_gradient(p, r), [0.331738, -0.155770, -0.175968], AS_PRINTED)
         self.assertClose(policy.reverse_kl_gradient(p, r), [0.4, -0.1, -0.3])
         z = np.log(p)
-        self.assertClose(finite_difference(lambda z: policy.kl(softmax(z), r), z), policy.kl_gradient(p, r), 1e-10)
-        self.assertClose(finite_difference(lambda z: policy.kl(r, softmax(z)), z), p - r, 1e-10)
+        for function, wanted in (
+            (lambda z: policy.kl(softmax(z), r), policy.kl_gradient(p, r)),
+            (lambda z: policy.kl(r, softmax(z)), p - r),
+        ):
+            self.assertClose(finite_difference(function, z), wanted, FROM_FINITE_DIFFERENCES)
 
     def test_values(self):
         # k1 at a: .7 log(.7/.3) + .2 log(.2/.3) + .1 log(.1/.4) = .593109 - .081093 - .138629 = .373386
         for form, mean, deviation in (("k1", 0.373386, 0.766932), ("k2", 0.363801, 0.227001), ("k3", 0.373386, 0.419580)):
             line = self.lines[f"{form}, value"]
-            self.assertClose([line.mean[0], line.trace_cov**0.5], [mean, deviation], PRINTED, form)
+            self.assertClose([line.mean[0], line.trace_cov**0.5], [mean, deviation], AS_PRINTED, form)
 
     def test_gradients_cosines_and_variances(self):
         true = (0.331738, -0.155770, -0.175968)
@@ -57,8 +53,8 @@ class Known(NumberCase):
         ):
             with self.subTest(name):
                 line = self.lines[name]
-                self.assertClose(line.mean, mean, PRINTED)
-                self.assertClose(line.trace_cov, trace, PRINTED)
+                self.assertClose(line.mean, mean, AS_PRINTED)
+                self.assertClose(line.trace_cov, trace, AS_PRINTED)
                 if cosine is None:
                     self.assertIsNone(line.cosine, "E[s] = 0: no direction")
                 else:
@@ -78,10 +74,10 @@ class Known(NumberCase):
 
     def test_a_logged_kl_that_stays_negative_is_a_sampler(self):
         # E_r[log p/r] = -KL(r || p), whatever the noise; E_uniform = mean(d).
-        self.assertClose(self.lines["k1, value, samples of the reference"].mean, -0.421968, PRINTED)
-        self.assertClose(self.lines["k1, value, samples of the reference"].mean, -policy.kl(r, p))
-        self.assertClose(self.lines["k1, value, uniform samples"].mean, -0.314821, PRINTED)
-        self.assertClose(self.lines["k1, value, uniform samples"].mean, np.log(p / r).mean())
+        self.assertClose(self.lines["k1, value, samples of the reference"].mean, [-0.421968], AS_PRINTED)
+        self.assertClose(self.lines["k1, value, samples of the reference"].mean, [-policy.kl(r, p)])
+        self.assertClose(self.lines["k1, value, uniform samples"].mean, [-0.314821], AS_PRINTED)
+        self.assertClose(self.lines["k1, value, uniform samples"].mean, [np.log(p / r).mean()])
         self.assertGreater(min(kl.values("k3", p, r)), 0, "k3 is never negative, so it hides a wrong sampler")
 
     def test_meanings_are_short(self):
@@ -96,16 +92,16 @@ class Identities(NumberCase):
     def test_sample_by_sample_while_the_policy_itself_samples(self):
         d, s = np.log(p / r)[:, None], scores(p)
         for form, use in (("k2", "in the loss"), ("k1", "in the reward"), ("k3", "times the ratio"), ("k1", "as a score")):
-            self.assertClose(self.of(form, use), d * s, says=f"{form} {use}: weight d on the score")
-        self.assertClose(self.of("k1", "times the ratio"), (d + 1) * s, says="k1 times the ratio: weight d + 1")
-        self.assertClose(self.of("k3", "in the loss"), (1 - np.exp(-d)) * s, says="k3 in the loss: weight 1 - r/p")
+            self.assertClose(self.of(form, use), d * s, formula=f"{form} {use}: weight d on the score")
+        self.assertClose(self.of("k1", "times the ratio"), (d + 1) * s, formula="k1 times the ratio: weight d + 1")
+        self.assertClose(self.of("k3", "in the loss"), (1 - np.exp(-d)) * s, formula="k3 in the loss: weight 1 - r/p")
 
     def test_they_part_on_old_samples(self):
         b = np.array([0.2, 0.3, 0.5])
         d, d_b, rho, s = np.log(p / r)[:, None], np.log(b / r)[:, None], (p / b)[:, None], scores(p)
         self.assertClose(self.of("k3", "times the ratio", b), rho * d * s)
-        self.assertClose(self.of("k2", "in the loss", b), d * s, says="no ratio: the loss alone does not know b")
-        self.assertClose(self.of("k1", "in the reward", b), rho * d_b * s, says="the reward holds the KL of b, not of p")
+        self.assertClose(self.of("k2", "in the loss", b), d * s, formula="no ratio: the loss alone does not know b")
+        self.assertClose(self.of("k1", "in the reward", b), rho * d_b * s, formula="the reward holds the KL of b, not of p")
         true = policy.kl_gradient(p, r)
         self.assertClose(b @ self.of("k3", "times the ratio", b), true)
         self.assertClose(b @ self.of("k1", "times the ratio", b), true)
@@ -120,8 +116,8 @@ class Identities(NumberCase):
             return lambda z: float(softmax(z) @ kl.values(form, softmax(z), r))
 
         for form in ("k1", "k2", "k3"):
-            wanted = finite_difference(expected(form), z)
-            self.assertClose(b @ self.of(form, "times the ratio", b), wanted, 1e-10, f"d E_p[{form}] / d logits")
+            got, wanted = b @ self.of(form, "times the ratio", b), finite_difference(expected(form), z)
+            self.assertClose(got, wanted, FROM_FINITE_DIFFERENCES, f"d E_p[{form}] / d logits")
 
     def test_a_broken_k3_is_caught(self):
         # The commonest slip: log r - log p inside exp turned round. Its mean is not KL(p || r).
@@ -136,7 +132,7 @@ class Identities(NumberCase):
         wanted = sum(p[a] * (1 - math.exp(-d[a])) * s[a] for a in (0, 1))
         got = {line.estimator: line for line in kl.clamped_lines(policy.KL)}
         self.assertClose(got["k3 in the loss, d in +-1"].mean, wanted)
-        self.assertClose(got["k3 in the loss, as verl cuts"].mean, p - r, says="limits of 20 and 10 cut nothing here")
+        self.assertClose(got["k3 in the loss, as verl cuts"].mean, p - r, formula="limits of 20 and 10 cut nothing here")
         self.assertEqual(got["k3 in the loss, as verl cuts"].row, "grpo_kl@verl-0.9.1")
 
     def test_a_case_of_its_own(self):
@@ -153,23 +149,24 @@ class WholeAnswers(NumberCase):
 
     def test_the_gradient_of_the_kl_of_whole_answers(self):
         got = finite_difference(lambda step: S1.moved(step).kl(self.uniform), np.zeros(9))
-        self.assertClose(S1.kl_gradient(self.uniform), got, 1e-10, "d KL / d logits = E[d s]")
+        self.assertClose(S1.kl_gradient(self.uniform), got, FROM_FINITE_DIFFERENCES, "d KL / d logits = E[d s]")
 
     def test_the_sum_of_token_gradients_is_a_part_of_it(self):
         got = {line.estimator: line for line in kl.sequence_lines()}
         exact, reward = got["S1: exact in the loss"], got["S1: k1 in the reward"]
-        self.assertClose(exact.cosine, 0.997322, PRINTED)
-        self.assertClose([reward.mean[2], exact.mean[2]], [-0.128601, -0.115957], PRINTED, "EOS at position 0")
-        self.assertClose(reward.mean, S1.kl_gradient(self.uniform), says="a KL in the reward of the whole answer is exact")
+        self.assertClose(exact.cosine, 0.997322, AS_PRINTED)
+        self.assertClose([reward.mean[2], exact.mean[2]], [-0.128601, -0.115957], AS_PRINTED, "EOS at position 0")
+        self.assertClose(reward.mean, S1.kl_gradient(self.uniform), formula="a KL in the reward is exact")
         for name in ("k2 in the loss", "k3 times the ratio"):
-            self.assertClose(got[f"S1: {name}"].mean, exact.mean, says="the token form of the same mean")
+            self.assertClose(got[f"S1: {name}"].mean, exact.mean, formula="the token form of the same mean")
 
     def test_the_missing_part_is_what_a_token_does_to_later_states(self):
         # With one position there are no later states: nothing is missing.
         one = Sequences(rows=((0.5, 0.3, 0.2),))
         line = {line.estimator: line for line in kl.sequence_lines(one)}["S1: exact in the loss"]
         self.assertClose(line.mean, one.kl_gradient(np.full((1, 3), 1 / 3)))
-        self.assertGreater(np.abs(np.subtract(lines()["S1: exact in the loss"].mean, S1.kl_gradient(self.uniform))).max(), 0.01)
+        gap = np.abs(lines()["S1: exact in the loss"].mean - S1.kl_gradient(self.uniform)).max()
+        self.assertGreater(gap, 0.01)
 
 
 class Gaussians(NumberCase):

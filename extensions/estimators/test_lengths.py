@@ -1,4 +1,4 @@
-"""Lengths: the known table, every group against a batch of its own, closed forms of mean and drift, the size of the effect."""
+"""Lengths: the known table, every group against a batch of its own, closed forms of mean and drift."""
 
 import unittest
 
@@ -8,7 +8,7 @@ from extensions import objectives
 from extensions.estimators import lengths
 from extensions.estimators.policy import finite_difference
 from extensions.estimators.sequences import S1, Sequences
-from extensions.estimators.test_kl import PRINTED, NumberCase
+from extensions.estimators.testing import AS_PRINTED, FROM_FINITE_DIFFERENCES, NumberCase
 
 LOO, DR_GRPO, GRPO, TOKEN_MEAN = (
     "leave-one-out, sum", "centred, sum (Dr. GRPO)", "std, per-response mean (GRPO)", "std, token mean (DAPO's)",
@@ -18,7 +18,7 @@ LOO, DR_GRPO, GRPO, TOKEN_MEAN = (
 class World(NumberCase):
     def test_s1(self):
         self.assertEqual(len(S1.answers), 15)
-        # J: first token a (.5), then EOS at once is the second token: .5 * .4; or a second a or b (.6), then EOS (.5): .5 * .3.
+        # J: a (.5), then EOS (.4); or a (.5), then a or b (.6), then EOS (.5).
         self.assertClose([S1.J, S1.expected(S1.lengths), S1.chances.sum()], [0.5 * 0.4 + 0.5 * 0.6 * 0.5, 2.28, 1])
         right = S1.chances * S1.rewards
         wrong = S1.chances - right
@@ -30,7 +30,7 @@ class World(NumberCase):
             (S1.gradient_of_expected(S1.lengths), lambda world: world.expected(world.lengths)),
         ):
             got = finite_difference(lambda step: function(S1.moved(step)), np.zeros(9))
-            self.assertClose(gradient, got, 1e-10)
+            self.assertClose(gradient, got, FROM_FINITE_DIFFERENCES)
 
     def test_drift_is_the_change_of_the_expected_length(self):
         step = 1e-6 * S1.policy_gradient / np.linalg.norm(S1.policy_gradient)
@@ -54,12 +54,12 @@ class Table(NumberCase):
             for size, cosine, scale, drift in zip((2, 3), cosines, scales, drifts):
                 line = self.lines[f"G={size}: {name}"]
                 got = [line.cosine, line.scale, lengths.drift_of(line)]
-                self.assertClose(got, [cosine, scale, drift], PRINTED, f"G={size}: {name}")
+                self.assertClose(got, [cosine, scale, drift], AS_PRINTED, f"G={size}: {name}")
 
     def test_constant_denominators_are_factors(self):
         for size in (2, 3):
             centred = np.array(self.lines[f"G={size}: {DR_GRPO}"].mean)
-            self.assertClose(centred, (size - 1) / size * S1.policy_gradient, says="group mean = (G-1)/G of leave-one-out")
+            self.assertClose(centred, (size - 1) / size * S1.policy_gradient, formula="(G-1)/G of leave-one-out")
             self.assertClose(self.lines[f"G={size}: centred, sum / constant"].mean, centred / 3)
             self.assertClose(self.lines[f"G={size}: {LOO}"].mean, S1.policy_gradient)
 
@@ -71,7 +71,7 @@ class Table(NumberCase):
         self.assertLess(lengths.drift_of(two), lengths.drift_of(one))
 
     def test_the_std_alone_turns_nothing_here(self):
-        # Rewards are 0 or 1 and there is one prompt: the std is a function of how many are right, a factor w_G(q) of the mean.
+        # Rewards are 0 or 1 and there is one prompt: dividing by the std is a factor w_G(q) on the mean.
         self.assertClose(self.lines["G=3: std, sum"].cosine, 1)
         self.assertClose(self.lines["G=3: centred, per-response mean"].cosine, self.lines[f"G=3: {GRPO}"].cosine, 1e-8)
 
@@ -91,10 +91,10 @@ class ByHand(NumberCase):
             groups = lengths.groups_of(S1, size)
             row = lengths.REDUCTIONS["centred, per-response mean"]
             got = groups.probabilities @ lengths.gradients(row, S1, groups)
-            self.assertClose(got, (size - 1) / size * wanted, says="1/T stays inside the mean: it does not cancel")
+            self.assertClose(got, (size - 1) / size * wanted, formula="1/T stays inside the mean: it does not cancel")
 
     def test_the_sum_and_1_over_T_do_not_cancel(self):
-        # The argument heard: sum over T tokens times 1/T is 1, so 1/T only averages. It holds where all answers have one length.
+        # The argument heard: a sum of T terms times 1/T is an average. It holds where all answers have one length.
         always = Sequences(rows=((0.5, 0.3, 0.2),))
         groups = lengths.groups_of(always, 2)
         row = lengths.REDUCTIONS["centred, per-response mean"]
@@ -116,7 +116,7 @@ class ByHand(NumberCase):
                 alone = lengths.Groups(groups.members[[group]], np.ones(1), self.batch(groups.members[group]))
                 slope = objectives.evaluate(row, alone.batch).dloss_dlogps.numpy()
                 wanted = -S1.gradients(slope, groups.members[group]).sum(axis=0)
-                self.assertClose(got[group], wanted, says=f"{name}, group {group} by itself")
+                self.assertClose(got[group], wanted, formula=f"{name}, group {group} by itself")
         rewards = S1.rewards[groups.members[picked]]
         self.assertTrue((rewards.max(axis=1) > rewards.min(axis=1)).any())
 

@@ -8,7 +8,7 @@ import numpy as np
 from extensions.estimators import off_policy, policy
 from extensions.estimators.policy import OFF_POLICY, expected_reward, finite_difference, policy_gradient, scores, softmax
 from extensions.estimators.sequences import S1, tempered
-from extensions.estimators.test_kl import PRINTED, SAME, NumberCase
+from extensions.estimators.testing import AS_PRINTED, FROM_CLOSED_FORM, FROM_FINITE_DIFFERENCES, NumberCase
 from extensions.objectives import ROWS
 
 p, b, R = OFF_POLICY.p, OFF_POLICY.b, OFF_POLICY.R
@@ -28,7 +28,7 @@ class Known(NumberCase):
     def test_weights_and_effective_share(self):
         self.assertClose(w, [2.5, 1, 0.4])
         # E_b w^2 = .2 * 6.25 + .3 * 1 + .5 * .16 = 1.63 = 1 + chi2; the share is 1 / 1.63.
-        self.assertClose(off_policy.effective_share(p, b), 0.613497, PRINTED)
+        self.assertClose(off_policy.effective_share(p, b), 0.613497, AS_PRINTED)
         self.assertClose(off_policy.effective_share(p, p), 1)
 
     def test_the_table(self):
@@ -46,8 +46,8 @@ class Known(NumberCase):
         ):
             with self.subTest(name):
                 line = self.lines[name]
-                self.assertClose(line.mean, mean, PRINTED)
-                self.assertClose([line.cosine, line.trace_cov, line.mse], [cosine, trace, mse], PRINTED)
+                self.assertClose(line.mean, mean, AS_PRINTED)
+                self.assertClose([line.cosine, line.trace_cov, line.mse], [cosine, trace, mse], AS_PRINTED)
 
     def test_self_normalised(self):
         for draws, bias, trace in (
@@ -57,7 +57,7 @@ class Known(NumberCase):
         ):
             line = self.lines[f"self-normalised, {draws} draws"]
             self.assertClose(np.subtract(line.mean, TRUE), bias, 6e-5, f"bias of {draws} draws")
-            self.assertClose(line.trace_cov, trace, PRINTED)
+            self.assertClose(line.trace_cov, trace, AS_PRINTED)
 
     def test_truncated_is_biased_and_nearer(self):
         self.assertIn("turned", self.lines["TIS, cap 2"].meaning, "once the cap binds it is biased")
@@ -86,7 +86,7 @@ class ClosedForms(NumberCase):
 
     def test_importance_sampling_is_the_gradient(self):
         got = finite_difference(lambda z: float(softmax(z) @ R), np.log(p))
-        self.assertClose(b @ self.of(off_policy.IS), got, 1e-10, "E_b[w A s] = d J")
+        self.assertClose(b @ self.of(off_policy.IS), got, FROM_FINITE_DIFFERENCES, "E_b[w A s] = d J")
 
     def test_surrogates_by_hand(self):
         A_ = A[:, None] * s
@@ -103,7 +103,7 @@ class ClosedForms(NumberCase):
             ("tis@openrlhf-0.11.2", np.clip(w, 0.8, 1.25)),
             ("mis", np.where((w < 0.5) | (w > 2), 0, w)),
         ):
-            self.assertClose(self.of(ROWS[name]), weight[:, None] * A_, says=f"{name}: its weight times A s, answer by answer")
+            self.assertClose(self.of(ROWS[name]), weight[:, None] * A_, formula=f"{name}: its weight times A s")
 
     def test_a_weight_with_gradient_is_caught(self):
         # w = p / b depends on the logits: differentiating min(w, 2) A log p through w as well adds w A log p s where uncut.
@@ -113,13 +113,15 @@ class ClosedForms(NumberCase):
 
     def test_self_normalised_by_hand(self):
         # Two draws: g = (w_i A_i s_i + w_j A_j s_j) / (w_i + w_j), chance b_i b_j.
-        mean = sum(b[i] * b[j] * (w[i] * A[i] * s[i] + w[j] * A[j] * s[j]) / (w[i] + w[j]) for i in range(3) for j in range(3))
+        g = w[:, None] * A[:, None] * s
+        mean = sum(b[i] * b[j] * (g[i] + g[j]) / (w[i] + w[j]) for i in range(3) for j in range(3))
         outcomes, chances = off_policy.self_normalised(OFF_POLICY, A, 2)
         self.assertClose(chances @ outcomes, mean)
 
     def test_on_policy_nothing_is_corrected(self):
         single = [line for line in lines(policy.E1).values() if not line.estimator.startswith("S1")]
-        biased = {line.estimator for line in single if not np.allclose(line.mean, policy_gradient(policy.E1.p, R), atol=SAME)}
+        true = policy_gradient(policy.E1.p, R)
+        biased = {line.estimator for line in single if not np.allclose(line.mean, true, atol=FROM_CLOSED_FORM)}
         self.assertEqual(biased, {"cispo@trl-1.16.0"}, "every ratio is 1, so every correction is 1 as well")
 
     def test_cispo_of_trl_left_at_its_default_is_a_fifth(self):
@@ -129,7 +131,7 @@ class ClosedForms(NumberCase):
     def test_three_policies(self):
         o = np.sqrt(p * b) / np.sqrt(p * b).sum()
         got = {line.estimator: line for line in off_policy.crossed(OFF_POLICY)}
-        self.assertClose(got["IS of o/b, plain of p/o"].mean, TRUE, says="o/b times p/o is p/b")
+        self.assertClose(got["IS of o/b, plain of p/o"].mean, TRUE, formula="o/b times p/o is p/b")
         self.assertClose(got["no weight of o/b, plain of p/o"].mean, (b * (p / o) * A) @ s)
         cut = np.minimum(o / b, 1.2) * np.clip(p / o, 0.8, 1.2)
         self.assertClose(got["TIS 1.2 of o/b, cispo of p/o"].mean, (b * cut * A) @ s)
@@ -150,7 +152,7 @@ class WholeAnswers(NumberCase):
             ("prefix IS", 0.997963),
             ("geometric", 0.999579),
         ):
-            self.assertClose(self.lines[name].cosine, cosine, PRINTED, name)
+            self.assertClose(self.lines[name].cosine, cosine, AS_PRINTED, name)
         self.assertClose(self.lines["token IS"].scale, 1.070, 6e-4)
 
     def test_by_hand(self):
@@ -167,11 +169,11 @@ class WholeAnswers(NumberCase):
             ("cispo of the answer's ratio", np.clip(ratio.prod(axis=1, keepdims=True), 0.8, 1.2)),
         ):
             slopes = np.where(S1.mask, weight * A[:, None], 0)
-            self.assertClose(self.lines[name].mean, chances @ S1.gradients(slopes), says=name)
+            self.assertClose(self.lines[name].mean, chances @ S1.gradients(slopes), formula=name)
 
     def test_only_the_product_is_the_gradient_and_only_uncut(self):
         got = finite_difference(lambda step: S1.moved(step).J, np.zeros(9))
-        self.assertClose(self.lines["sequence IS"].mean, got, 1e-10, "E[w_1 ... w_T A s] = d J")
+        self.assertClose(self.lines["sequence IS"].mean, got, FROM_FINITE_DIFFERENCES, "E[w_1 ... w_T A s] = d J")
         largest = np.exp((S1.logps - S1.logps_under(self.sampler)).sum(axis=1)).max()
         self.assertGreater(largest, 1.5, "so a cap of 1.5 binds")
         self.assertLess(self.lines["sequence TIS, cap 1.5"].scale, 1 - 1e-3, "truncated, so not unbiased")

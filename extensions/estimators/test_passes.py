@@ -31,7 +31,7 @@ class ByHand(NumberCase):
 
     def test_ratio(self):
         line = self.lines["pass 2: ratio"]
-        self.assertClose(line.mean[0], 0.5 * 2 * self.p1 * (1 - self.p1), formula="half of the groups move, g = 2 p1 (1 - p1)")
+        self.assertClose(line.mean[0], 0.5 * 2 * self.p1 * (1 - self.p1), formula="half of the groups, g = 2 p1 (1 - p1)")
         # Groups aa and bb stay at p, where d J = .25 and g = 0. Errors: ab +.196612, aa and bb -.25, on both coordinates.
         true = self.p1 * (1 - self.p1)
         self.assertClose(line.mse, 2 * (0.5 * true**2 + 0.5 * 0.25**2), formula="mse = E|g - d J at p_1|^2")
@@ -86,14 +86,15 @@ class Exact(NumberCase):
         members, chances = tuples(E1.p, E1.group_size)
         for name in ("ratio", "clip 0.2", "SAPO"):
             third = passes.passes(passes.ROWS_OF[name], E1, members)[2]
-            self.assertClose(chances @ third.gradients, self.lines[f"pass 3: {name}"].mean, formula=f"81 ordered groups, {name}")
+            wanted = self.lines[f"pass 3: {name}"].mean
+            self.assertClose(chances @ third.gradients, wanted, formula=f"81 ordered groups, {name}")
 
     def test_a_denominator_recomputed_every_pass_is_caught(self):
         # The slip: old_logps taken from the policy of the pass. Every ratio is 1, and the clip never acts.
         members, chances = multisets(E1.p, E1.group_size)
         p = passes.passes(passes.ROWS_OF["clip 0.2"], E1, members, 1)[0].after
         broken = passes.gradients(passes.ROWS_OF["clip 0.2"], p, p, E1.R, members)
-        self.assertClose(chances @ broken, self.lines["pass 2: no ratio"].mean, formula="ratio 1: the same as no ratio at all")
+        self.assertClose(chances @ broken, self.lines["pass 2: no ratio"].mean, formula="ratio 1: as no ratio at all")
         self.assertGreater(np.abs(chances @ broken - self.lines["pass 2: clip 0.2"].mean).max(), 0.1)
 
     def test_bounds(self):

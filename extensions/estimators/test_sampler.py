@@ -7,7 +7,7 @@ import numpy as np
 from extensions.estimators import sampler
 from extensions.estimators.policy import E1, expected_reward, finite_difference, kl, policy_gradient, scores, softmax
 from extensions.estimators.sequences import tempered
-from extensions.estimators.test_kl import PRINTED, NumberCase
+from extensions.estimators.testing import AS_PRINTED, FROM_FINITE_DIFFERENCES, NumberCase
 
 FOUR = np.array([0.5, 0.25, 0.15, 0.1])
 
@@ -16,8 +16,8 @@ class Known(NumberCase):
     def test_temperature(self):
         # .5^(1/.6) : .25^(1/.6) : .15^(1/.6) : .1^(1/.6) = .31498 : .09921 : .04235 : .02154, sum .47808.
         q = tempered(FOUR, 0.6)
-        self.assertClose(q, [0.658839, 0.207521, 0.088576, 0.045064], PRINTED)
-        self.assertClose(kl(q, FOUR), 0.060529, PRINTED, "KL(sampler || trainer)")
+        self.assertClose(q, [0.658839, 0.207521, 0.088576, 0.045064], AS_PRINTED)
+        self.assertClose(kl(q, FOUR), 0.060529, AS_PRINTED, "KL(sampler || trainer)")
         self.assertClose(sampler.ratio_variance(FOUR, q), 0.1566, 6e-5)
         self.assertClose(sampler.ratio_variance(FOUR, q), q @ (FOUR / q - 1) ** 2)
         self.assertClose(tempered(FOUR, 1.0), FOUR)
@@ -25,7 +25,7 @@ class Known(NumberCase):
     def test_top_p(self):
         q = sampler.top_p(FOUR, 0.9)
         self.assertClose(q, [0.5 / 0.9, 0.25 / 0.9, 0.15 / 0.9, 0])
-        self.assertClose(FOUR[:3] / q[:3], 0.9, says="every kept token's ratio is the kept mass")
+        self.assertClose(FOUR[:3] / q[:3], [0.9] * 3, formula="every kept token's ratio is the kept mass")
         self.assertClose(sampler.kept_mass(FOUR, q), 0.9)
         self.assertClose(sampler.after_tokens(0.9), 2.66e-5, 5e-8, ".9^100: an answer of 100 tokens")
         self.assertClose(sampler.top_p(FOUR, 0.91), FOUR)
@@ -45,7 +45,7 @@ class Table(NumberCase):
 
     def test_a_weight_repairs_what_has_support(self):
         for name in ("temperature 0.6", "temperature 1.3", "greedy share 0.25"):
-            self.assertClose(self.lines[f"{name}, w = p/q"].mean, self.true, says=name)
+            self.assertClose(self.lines[f"{name}, w = p/q"].mean, self.true, formula=name)
             self.assertGreater(np.abs(np.subtract(self.lines[f"{name}, no weight"].mean, self.true)).max(), 0.004, name)
 
     def test_no_weight_repairs_a_cut(self):
@@ -60,15 +60,15 @@ class Table(NumberCase):
         A = self.R - expected_reward(self.p, self.R)
         for name, make in sampler.SAMPLERS.items():
             q = make(self.p)
-            self.assertClose(self.lines[f"{name}, no weight"].mean, (q * A) @ scores(self.p), says=name)
+            self.assertClose(self.lines[f"{name}, no weight"].mean, (q * A) @ scores(self.p), formula=name)
             cut = np.minimum(self.p, q)  # q min(p / q, 1)
-            self.assertClose(self.lines[f"{name}, p/q cut to 1"].mean, (cut * A) @ scores(self.p), says=name)
+            self.assertClose(self.lines[f"{name}, p/q cut to 1"].mean, (cut * A) @ scores(self.p), formula=name)
 
     def test_temperature_in_both_programs_is_another_objective(self):
         for temperature in sampler.TEMPERATURES:
             wanted = finite_difference(lambda z: float(softmax(z / temperature) @ self.R), np.log(self.p))
             got = self.lines[f"temperature {temperature:g} in the trainer too"]
-            self.assertClose(got.mean, wanted, 1e-10, "d J of softmax(z / T) / d z")
+            self.assertClose(got.mean, wanted, FROM_FINITE_DIFFERENCES, "d J of softmax(z / T) / d z")
             self.assertGreater(np.abs(wanted - self.true).max(), 0.01, "which is not d J of softmax(z)")
 
     def test_meanings_are_short(self):

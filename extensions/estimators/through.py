@@ -1,7 +1,7 @@
 """Steps of a row of the objectives table, taken out and sent through objectives.evaluate; and what a line says in words.
 
-An answer is alone in its batch here, so what comes back is the part of one sampled answer: with G answers the mean is the same
-and the variance 1/G of it.
+An answer is alone in its batch here, so what comes back is the part of one sampled answer: with G answers the mean is
+the same and the variance 1/G of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUIET = {"baseline": "given", "reduction": "sum_over_tokens"}
 
 
 def only(row: Row, steps: str, **fields) -> Row:
-    """The row's choices in the steps whose numbers `steps` names ("34": ratio and surrogate); the rest is QUIET and `fields`."""
+    """The row's choices in the steps that `steps` names ("34": ratio and surrogate); the rest is QUIET and `fields`."""
     kept = {name: getattr(row, name) for title, names in STEPS if title[0] in steps for name in names}
     return Row(row.name, **QUIET | kept | fields)
 

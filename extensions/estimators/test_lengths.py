@@ -143,5 +143,18 @@ class ByHand(NumberCase):
         self.assertGreater(np.abs(g[both].mean(axis=1) - lengths.two_in_a_batch(row, S1, groups, both)).max(), 0.01)
 
 
+class MonteCarlo(NumberCase):
+    def test_drawn_groups_agree(self):
+        groups, row = lengths.groups_of(S1, 2), lengths.REDUCTIONS[GRPO]
+        each = lengths.gradients(row, S1, groups)
+        drawn = np.sort(np.random.default_rng(5).choice(15, size=(100_000, 2), p=S1.chances), axis=1)
+        where = np.zeros((15, 15), dtype=int)
+        where[groups.members[:, 0], groups.members[:, 1]] = np.arange(len(groups.members))
+        sample = each[where[drawn[:, 0], drawn[:, 1]]]
+        mean = groups.probabilities @ each
+        error = np.sqrt(groups.probabilities @ (each - mean) ** 2 / len(drawn))
+        self.assertLess((np.abs(sample.mean(axis=0) - mean) / error).max(), 4, "four standard errors of 100,000 groups")
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -137,6 +137,17 @@ class ClosedForms(NumberCase):
         self.assertClose(got["TIS 1.2 of o/b, cispo of p/o"].mean, (b * cut * A) @ s)
 
 
+class MonteCarlo(NumberCase):
+    def test_drawn_answers_agree(self):
+        draws = np.random.default_rng(6).choice(3, size=(100_000, 4), p=b)
+        weights = w[draws]
+        sample = ((weights * A[draws])[..., None] * s[draws]).sum(axis=1) / weights.sum(axis=1, keepdims=True)
+        line = lines()["self-normalised, 4 draws"]
+        error = sample.std(axis=0) / len(draws) ** 0.5
+        self.assertLess((np.abs(sample.mean(axis=0) - line.mean) / error).max(), 4, "four standard errors")
+        self.assertClose(sample.var(axis=0).sum(), line.trace_cov, 0.02 * line.trace_cov)
+
+
 class WholeAnswers(NumberCase):
     sampler = tempered(S1.p, 0.7)
 

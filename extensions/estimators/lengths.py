@@ -111,7 +111,10 @@ def drift_of(line: Line, world: Sequences = S1) -> float:
 
 
 def table(case: Case | None = None, world: Sequences = S1) -> list[Line]:
-    """Every reduction with groups of GROUP_SIZES. The world is fixed: `case` is not read."""
+    """Answers of up to three tokens, right ones longer, in groups of 2 and 3: one policy, whatever numbers are given.
+
+    `case` is not read: the world is S1.
+    """
     made = []
     for size in GROUP_SIZES:
         groups = groups_of(world, size)

@@ -112,7 +112,10 @@ def named_row(row: Row) -> str | None:
 
 
 def table(case: Case) -> list[Line]:
-    """The first pass, and the second and third of every row over the same group. Raises ValueError for a group of one."""
+    """The second and third pass over one group, each at the policy that its own step has made.
+
+    Raises ValueError for a group of one.
+    """
     if case.group_size < 2:
         raise ValueError(f"--group-size: got {case.group_size}, wanted at least 2: leave-one-out needs another answer")
     members, chances = multisets(case.p, case.group_size)

@@ -161,18 +161,19 @@ def power_text(case: Case, size: float, found: dict) -> str:
         for x in found["gradients"] if x.estimator not in ROWS
     ]  # fmt: skip
     answers, seeds = found["rewards"], found["lab"]
-    header = ["estimator", "gain", "sd", "differs", "prompts", "same groups", f"for {size:g}"]
+    header = ["estimator", "gain", "sd", "differs", "prompts", "paired", f"for {size:g}"]
     lab = [[x.algorithm, f"{x.mean:.4f}", f"{x.sd:.6f}", str(x.seeds)] for x in seeds]
     return "\n".join([
         "=" * WIDTH, f"Power {power.POWER:.0%} at a two-sided level of {power.LEVEL:.0%}, effect {size:g}", "",
-        f"Gain of one group along the true gradient (1 = a step of grad J), against {power.BESIDE}:",
-        "prompts that tell the two apart by what they really differ; the same, if both",
-        f"read the same groups; and prompts for a difference of {size:g}. none: no difference.", "",
+        "Gain of one group along the true gradient (1 = that of grad J), held against",
+        f"{power.BESIDE}. prompts: how many tell the two apart by what they really",
+        f"differ; paired: the same if both read the same groups; for {size:g}: how many",
+        "show a difference of that size. none: nothing to see, or not the same groups.", "",
         format_table(header, rows), "",
-        f"Mean reward of two policies like p: Var(R) {answers.variance:.6f}; a difference of {size:g} needs",
-        f"{answers.answers} answers of each (standard error of the difference then {answers.standard_error:.6f}).", "",
-        f"The lab's bandit, expected reward after {power.LAB_STEPS} iterations, {power.LAB_SEEDS} seeds (measured, so the",
-        f"sd is known to a sixth): --seeds that show {size:g} between two such algorithms", "",
+        f"Mean reward of two policies like p: Var(R) {answers.variance:.6f}. A difference of {size:g}",
+        f"needs {answers.answers} answers of each (standard error of the difference then {answers.standard_error:.6f}).", "",
+        f"The lab's bandit, expected reward after {power.LAB_STEPS} iterations, {power.LAB_SEEDS} seeds (measured,",
+        f"so the sd is known to a sixth): --seeds that show {size:g} between two such.", "",
         format_table(["algorithm", "mean", "sd of seeds", "seeds"], lab),
     ])  # fmt: skip
 

@@ -7,7 +7,6 @@ objectives table appears by itself. All is on-policy; the reference is that of t
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 from typing import Callable, Iterable, Iterator, NamedTuple
 
@@ -155,14 +154,28 @@ def table(case: Case) -> list[Line]:
     return lines_and_left_out(case)[0]
 
 
-def lines_and_left_out(case: Case) -> tuple[list[Line], dict[str, str]]:
-    """The lines of `table`, and what cannot be evaluated on this case, each with the reason."""
+def lines_and_left_out(
+    case: Case, on_estimate: Callable[[str], None] | None = None
+) -> tuple[list[Line], dict[str, str]]:
+    """The lines of `table`, and what cannot be evaluated on this case, each with the reason.
+
+    on_estimate is called with the name of every estimator that is done, at the end with "".
+    """
     if case.group_size < 2:
         raise ValueError(f"--group-size: got {case.group_size}, wanted at least 2: leave-one-out needs another answer")
     case, refused = replace(case, behaviour=None), {}
-    lines = [*_lines(itertools.chain(estimates(case, refused), [alone(case)]), "V = J")]
+    told = on_estimate or (lambda name: None)
+    lines = [*_lines(itertools.chain(_telling(estimates(case, refused), told), [alone(case)]), "V = J")]
     paired = two_prompt_name(TWO_PROMPTS[0], min(case.group_size, PAIRED))
-    return lines + [*_lines(two_prompts(case, refused), paired)], refused
+    lines += _lines(_telling(two_prompts(case, refused), told), paired)
+    told("")
+    return lines, refused
+
+
+def _telling(made: Iterable[Estimate], told: Callable[[str], None]) -> Iterator[Estimate]:
+    for e in made:
+        told(e.name)
+        yield e
 
 
 def _lines(made: Iterable[Estimate], beside: str) -> Iterator[Line]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 import textwrap
 from pathlib import Path
-from typing import Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
 import plot_results
 from extensions.estimators import advantages, of, power
@@ -15,7 +16,16 @@ from extensions.estimators.line import Line
 from extensions.estimators.policy import E1, KL, Case, policy_gradient, shown
 from extensions.estimators.tables import DEFAULT_CASES, TABLES
 from extensions.objectives import ROWS
-from rl_lab import FileProblem, LabParser, check_writable, format_table, json_text, path_argument, replace_files
+from rl_lab import (
+    FileProblem,
+    LabParser,
+    check_writable,
+    format_table,
+    is_terminal,
+    json_text,
+    path_argument,
+    replace_files,
+)
 
 DESCRIPTION = """\
 Exact bias and variance of the estimators that PPO, GRPO, RLOO, KL penalties,
@@ -82,14 +92,19 @@ def build_parser() -> LabParser:
 
 
 def case_of(arguments: argparse.Namespace, default: Case) -> Case:
-    """The reader's numbers in place of a table's own. Raises ValueError as Case, and for rewards without probabilities."""
+    """The reader's numbers in place of a table's own. Raises ValueError as Case, and for rewards without probabilities.
+
+    A reference or behaviour alone does not reach a table whose own policy has another number of answers.
+    """
     if (arguments.probabilities is None) != (arguments.rewards is None):
         given, missing = ("probabilities", "rewards") if arguments.rewards is None else ("rewards", "probabilities")
         raise ValueError(f"--{given}: wants --{missing} beside it, one number per answer")
-    wanted = {name: getattr(arguments, name) for name in ("probabilities", "rewards", "reference", "behaviour", "group_size")}
+    wanted = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Case)}
     given = {name: value for name, value in wanted.items() if value is not None}
     if arguments.probabilities is not None:
         given = {"reference": None, "behaviour": None} | given
+    elif default.answers != E1.answers:
+        given = {name: value for name, value in given.items() if name not in ("reference", "behaviour")}
     return dataclasses.replace(default, **given)
 
 
@@ -197,12 +212,19 @@ def as_json(lines: dict[str, list[Line]], own: of.Verdict | None, found: dict | 
     return document
 
 
+def progress() -> Callable[[str], None] | None:
+    """Keeps one line on stderr up to date with the estimator that is done, and clears it at the end (an empty name)."""
+    if not is_terminal(sys.stderr):
+        return None
+    return lambda name: print(f"\r\033[K{name}", end="", file=sys.stderr, flush=True)
+
+
 def lines_of_tables(names: Sequence[str], arguments: argparse.Namespace) -> Iterator[tuple[str, Case, list[Line], dict]]:
     """Each table with its case, and what it leaves out."""
     for name in names:
         case = case_of(arguments, DEFAULT_CASES[name])
         if name == "advantages":
-            lines, refused = advantages.lines_and_left_out(case)
+            lines, refused = advantages.lines_and_left_out(case, on_estimate=progress())
         else:
             lines, refused = TABLES[name](case), {}
         yield name, case, lines, refused

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ZERO_NORM = 1e-12  # a mean this short (of a gradient of order one) has no direction: cosine and scale along the truth are null
+ZERO_NORM = 1e-12  # a mean this short (of a gradient of order one) has no direction: cosine and scale are None
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@
     loss(logps [G], old_logps [G], ref_logps [G], rewards [G]) -> ()  g = -sum_i (d loss / d logps_i) s_i
 
 Which of the two it is says the number of its arguments. Tensors are torch float64; one call is one group, an answer is one
-token. The function runs in this process, as the reader's own code. What it must be is checked: shapes, finite numbers, the same
-result for the same call. A function that treats the order of the answers in some way is right here too, as long as all ordered
-groups are few enough (ORDERED); beyond that it is refused.
+token. The function runs in this process, as the reader's own code. What it must be is checked: shapes, finite numbers, the
+same result for the same call. A function that treats the order of the answers in some way is right here too, as long as all
+ordered groups are few enough (ORDERED); beyond that it is refused.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def gradients(own: Own, case: Case) -> tuple[np.ndarray, Outcomes]:
 def slopes(own: Own, case: Case, group: np.ndarray) -> np.ndarray:
     """What multiplies each answer's score, (G,): A_i / G, or -d loss / d logps_i.
 
-    Raises ValueError, one line, for a function that fails, a wrong shape, numbers that are not finite, a loss without gradient.
+    Raises ValueError, one line, for a function that fails, a wrong shape, numbers that are not finite, a loss without a
+    gradient.
     """
     def of(numbers: np.ndarray) -> torch.Tensor:
         return torch.tensor(numbers[group], dtype=torch.float64)

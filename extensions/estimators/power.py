@@ -1,12 +1,12 @@
 """How many prompts, answers or seeds it takes to tell two numbers apart, from exact variances.
 
-Two means of n independent observations each, with variances va and vb, are told apart by a two-sided test at 5 % with a chance
-of 80 % where
+Two means of n independent observations each, with variances va and vb, are told apart by a two-sided test at 5 % with a
+chance of 80 % where
 
     n >= (z_.975 + z_.8)^2 (va + vb) / effect^2,        z_.975 + z_.8 = 1.9600 + 0.8416
 
-If both sides see the same prompts and groups, va + vb is replaced by Var(a - b). With few observations the variance has to be
-estimated as well; Guenther's correction (1981) adds z_.975^2 / 4 to n, z_.975^2 / 2 for pairs.
+If both sides see the same prompts and groups, va + vb is replaced by Var(a - b). With few observations the variance has to
+be estimated as well; Guenther's correction (1981) adds z_.975^2 / 4 to n, z_.975^2 / 2 for pairs.
 
 What is observed: the gain of one group of answers along the true gradient, x = g . grad J / |grad J|^2, whose mean is the
 scale of the table of advantages; the reward of one answer; and the expected reward that a run of the lab ends with.

@@ -1,6 +1,5 @@
 """Baselines and scales through the engine: against closed forms, finite differences, plain loops and drawn samples."""
 
-import itertools
 import math
 import unittest
 from dataclasses import replace
@@ -8,7 +7,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from extensions import objectives
 from extensions.estimators import advantages, policy, sampled
 from extensions.estimators.advantages import ESTIMATORS, estimates, lines_and_left_out, table
 from extensions.estimators.enumerate import TooMany, multisets, tuples
@@ -299,9 +297,7 @@ class Names(NumberCase):
         self.assertEqual(len(made) + len(refused), len(ESTIMATORS) + len(ROWS))
         self.assertEqual(set(refused), {"/ mean", "maxrl"})
         self.assertTrue(all("\n" not in reason for reason in refused.values()))
-        self.assertEqual([*itertools.islice(made, 2)], ["no baseline", "V = J"])
-        self.assertEqual(objectives.ROWS, ROWS)
-        self.assertEqual(advantages.OFFSET, 0.5)
+        self.assertEqual(made[:2], ["no baseline", "V = J"])
 
 
 if __name__ == "__main__":

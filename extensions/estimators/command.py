@@ -13,7 +13,7 @@ import plot_results
 from extensions.estimators import advantages, of, power
 from extensions.estimators.figure import draw
 from extensions.estimators.line import Line
-from extensions.estimators.policy import E1, KL, Case, policy_gradient, shown
+from extensions.estimators.policy import E1, KL, Case, shown
 from extensions.estimators.tables import DEFAULT_CASES, TABLES
 from extensions.objectives import ROWS
 from rl_lab import (
@@ -268,7 +268,7 @@ def save_figure(arguments: argparse.Namespace, base: Case, lines: dict[str, list
     shown_lines = [line for line in made if line.estimator in advantages.ESTIMATORS]
     others = [lines.get(name) or TABLES[name](case_of(arguments, DEFAULT_CASES[name])) for name in ("kl", "lengths")]
     try:
-        plot_results.save(draw(shown_lines, policy_gradient(base.p, base.R), others[0], of_kl, others[1]), arguments.plot)
+        plot_results.save(draw(shown_lines, base, others[0], of_kl, others[1]), arguments.plot)
     except plot_results.PlotProblem as problem:
         raise FileProblem(str(problem)) from problem
     print(f"wrote {arguments.plot}")

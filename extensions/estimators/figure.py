@@ -13,7 +13,7 @@ from extensions.estimators.kl import FORMS, USES
 from extensions.estimators.lengths import GROUP_SIZES as GROUP_SIZES_OF_LENGTHS
 from extensions.estimators.lengths import drift_of
 from extensions.estimators.line import Line
-from extensions.estimators.policy import Case, kl_gradient
+from extensions.estimators.policy import Case, kl_gradient, policy_gradient, shown
 from extensions.estimators.sequences import S1
 
 GROUP_SIZES = (2, 4, 8, 16, 32, 64)
@@ -21,15 +21,17 @@ CORNERS = np.array([[0.0, 0.0], [1.0, 0.0], [0.5, np.sqrt(3) / 2]])  # of the tr
 ARROW = 0.42  # of the side of the triangle: only the direction is drawn, the length is what a coefficient makes of it
 
 
-def draw(advantages: Sequence[Line], truth: np.ndarray, kl: Sequence[Line], kl_case: Case, lengths: Sequence[Line]):
-    """Four panels from the lines of three tables; truth: the gradient that `advantages` estimates."""
+def draw(advantages: Sequence[Line], case: Case, kl: Sequence[Line], kl_case: Case, lengths: Sequence[Line]):
+    """Four panels from the lines of three tables; advantages are those of `case`, kl those of `kl_case`."""
     figure, axes = plot_results.new_figure(4, columns=2, panel_size=(6.2, 4.6))
     draw_weights(axes[0])
-    draw_bias_and_noise(axes[1], advantages, truth)
+    draw_bias_and_noise(axes[1], advantages, policy_gradient(case.p, case.R))
     draw_kl(axes[2], kl, kl_case)
     draw_drift(axes[3], lengths)
     for axis in axes:
         axis.title.set_fontsize(10)
+    about = f"bias and noise: p {shown(case.probabilities)}, R {shown(case.rewards)}, G {case.group_size}"
+    figure.supxlabel(f"{about}; KL: p {shown(kl_case.probabilities)}; lengths: 15 answers of 1 to 3 tokens", fontsize=9)
     return figure
 
 
@@ -59,7 +61,9 @@ def draw_bias_and_noise(axis, lines: Sequence[Line], truth: np.ndarray) -> None:
         axis.plot(radius * np.cos(angles), radius * np.sin(angles), color="0.85", linewidth=0.8, zorder=0)
     for spot, (text, height) in zip(sorted(points, key=lambda p: p[1]), spread_labels(points, 0.045 * highest)):
         axis.plot(*spot, "o", color="C3" if spot[0] > 0 else "C0", markersize=5)
-        axis.annotate(text, spot, (spot[0] + 0.03 * widest, height), fontsize=7, va="center",
+        right = spot[0] > 0.5 * widest
+        at = min(spot[0] + 0.03 * widest, 0.98 * widest) if not right else 0.98 * widest
+        axis.annotate(text, spot, (at, height), fontsize=7, va="center", ha="right" if right else "left",
                       arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.5})  # fmt: skip
     axis.set(title="bias and noise of one group (grey: equal error; blue: unbiased)", xlim=(-0.02 * widest, widest),
              ylim=(0, highest), xlabel="|E[g] - grad J| / |grad J|", ylabel="sqrt(tr Cov) / |grad J|")  # fmt: skip

@@ -48,11 +48,16 @@ def build_parser() -> rl_lab.LabParser:
         f"names, with shape, meaning and the other names that are accepted; dloss_d + any of them is a gradient\n"
         "(N rows, T tokens, M rows of the generation batch, P pairs, F reward functions, V vocabulary, E environments):\n"
         f"{table_text()}\n\n"
-        "example:\n  python -m extensions.audit extensions/audit/captures/trl_grpo_grpo_pass2.npz --declared grpo@trl-1.16.0\n"
+        "example:\n"
+        "  python -m extensions.audit extensions/audit/captures/trl_grpo_grpo_pass2.npz --declared grpo@trl-1.16.0\n"
         "  python -m extensions.audit recorded/step_000010/            one step: every rank and micro-batch",
     )
     parser.add_argument(
-        "batch", nargs="?", type=Path, metavar="BATCH", help="the recorded batch, or a folder: one optimiser step, rank0_mb0.npz ..."
+        "batch",
+        nargs="?",
+        type=Path,
+        metavar="BATCH",
+        help="the recorded batch, or a folder: one optimiser step, rank0_mb0.npz ...",
     )
     parser.add_argument(
         "--declared", metavar="ROW", help="the row the trainer is said to follow; differences become findings"
@@ -143,7 +148,8 @@ def _work(parser: rl_lab.LabParser, arguments) -> tuple[str, bool]:
 
         return "", damaged.run_damaged(arguments.damaged) if arguments.damaged else table.run(arguments.json)
     if arguments.batch is None:
-        parser.error("the following arguments are required: BATCH (a recorded batch or a folder), or --recipes, --list or --self-test")
+        options = "--recipes, --list or --self-test"
+        parser.error(f"the following arguments are required: BATCH (a recorded batch or a folder), or {options}")
     try:
         declared, numbers = parse_declared(arguments.declared, arguments.settings)
     except ValueError as problem:

@@ -192,6 +192,17 @@ class Denominators(StepTest):
         report = self.step(planted("mean_of_means", 2, 2), "bnpo@trl-1.16.0")
         self.assertEqual([(f.name, f.severity) for f in report.findings], [("mean_of_means", "warning")])
 
+    def test_a_share_of_the_generation_batch_is_a_convention(self):
+        """TRL's dapo, one generation batch of 100 tokens for two steps: each divides by 100 / 2, whatever its own tokens are."""
+        files = planted("right", 1, 1)
+        N = sum(LENGTHS)
+        more = dict(num_items_in_batch=100, steps_per_generation=2, dloss_dlogps=files[0]["dloss_dlogps"] * N / 50)
+        report = self.step([files[0] | more], "dapo@trl-1.16.0")
+        self.assertEqual(report.named(), [])
+        self.assertIn("share of the generation batch", " ".join(report.lines))
+        report = self.step([files[0] | more | {"num_items_in_batch": 90}], "dapo@trl-1.16.0")
+        self.assertEqual(report.named(), ["step_not_reproduced"])
+
     def test_sum_where_mean_was_declared_is_no_silence(self):
         report = self.step(planted("right", 2, 2, averaged=False), "dapo@trl-1.16.0", averaged=True)
         self.assertEqual(report.named(), ["forgot_world_size"], "averaging a loss that was made for a sum")

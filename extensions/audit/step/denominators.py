@@ -137,7 +137,20 @@ def hypotheses(parts: Sequence[Part], kind: str, averaged: bool) -> dict[str, np
     if kind == "constant":
         widths = np.array([float(part.recording.arrays["mask"].shape[1]) for part in parts])
         made["local_padded_width"] = counts.total / budget_of(parts) * widths
+    if kind == "tokens" and all("num_items_in_batch" in part.recording.numbers for part in parts):
+        made[RECORDED_WINDOW] = np.array([_recorded_window(part) for part in parts])
     return made
+
+
+RECORDED_WINDOW = "recorded_window"
+"""The share of a generation batch that a step is by number of micro-batches, not by its own tokens: TRL's dapo where one
+generation batch feeds several steps. No mistake: the trainer's own convention."""
+
+
+def _recorded_window(part: Part) -> float:
+    number = part.recording.number
+    steps = number("accumulation_steps", 1)
+    return number("num_items_in_batch") * steps / number("steps_per_generation", steps)
 
 
 def numerators(row: Row, part: Part, kind: str, advantages: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from extensions.audit.search.advantages import search_advantages
 from extensions.audit.search.pairs import is_preference, search_preferences
 from extensions.audit.step.denominators import (
     KINDS,
+    RECORDED_WINDOW,
     SAME,
     SHAPE,
     STEP_MISTAKES,
@@ -194,9 +195,11 @@ def _say_denominators(
     how = "averaged over" if averaged else "summed over"
     report.lines.append(f"objective: {words}; counts {kind}; gradients {how} {ranks} rank(s)")
     for part, s, used in zip(parts, report.solved, report.used):
-        words = "no gradient" if np.isnan(s.denominator) else f"{s.denominator:.6g}"
+        if np.isnan(s.denominator) and s.rest == 0:
+            report.lines.append(f"{part.name} has no gradient: every token is closed or has advantage 0; any count fits")
+            continue
         rest = f"; {s.rest:.1e} of its gradient is no multiple of the objective's" if s.rest > SHAPE else ""
-        report.lines.append(f"{part.name} divides by {words}: {', '.join(used) or 'none of the known counts'}{rest}")
+        report.lines.append(f"{part.name} divides by {s.denominator:.6g}: {', '.join(used) or 'none of the known counts'}{rest}")
     # Some trainers take a mean a micro-batch and say so in their row: that is no mistake of theirs.
     by_design = declared is not None and averaged and getattr(declared.row, "accumulation", "none") == "divide"
     _say_step(report, total, "mean_of_means" if by_design else None, is_declared=declared is not None)
@@ -207,11 +210,15 @@ def _say_step(report: StepReport, total: float, by_design: str | None, is_declar
         report.lines.append("the step: every gradient is 0, nothing to compare")
         return
     off = f"relative error {report.relative_error:.4g}, cosine {report.cosine:.4g}"
-    mistakes = [name for name in report.fits if name != "right"]
+    mistakes = [name for name in report.fits if name not in ("right", RECORDED_WINDOW)]
     if report.agrees:
         report.lines.append(f"the step: the recorded gradients add up to the objective on the joined batch ({off})")
         if mistakes:
             report.lines.append(f"cannot tell from this split: {listed(mistakes)} would give the same numbers here")
+        return
+    if RECORDED_WINDOW in report.fits:
+        line = "the step: every file divides by the step's share of the generation batch (num_items_in_batch), by number of "
+        report.lines.append(line + f"micro-batches, not by its own count of {total:g}: the trainer's convention ({off})")
         return
     report.lines.append(f"the step: the recorded gradients are not the objective on the joined batch ({off})")
     if not mistakes:

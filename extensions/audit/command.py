@@ -80,7 +80,6 @@ def build_parser() -> rl_lab.LabParser:
     parser.add_argument(
         "--averaging",
         choices=("mean", "sum"),
-        default="mean",
         help="with a folder: how the ranks' gradients are joined; default mean, as DDP does",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
@@ -158,13 +157,15 @@ def _work(parser: rl_lab.LabParser, arguments) -> tuple[str, bool]:
         rl_lab.check_writable([arguments.json], expected_bytes=20_000)
     shown = rl_lab.one_line(arguments.batch)
     is_step = arguments.batch.is_dir()
+    if arguments.averaging is not None and not is_step:
+        parser.error(f"argument --averaging: goes with a folder, and {shown} is none")
     parts = read_step(arguments.batch) if is_step else []
     recording = parts[0].recording if is_step else read_recording(arguments.batch)
     if declared is not None and declared.is_pairs != is_preference(recording):
         kind = "pairs" if declared.is_pairs else "rollouts"
         parser.error(f"argument --declared: {arguments.declared} is a row for {kind}, and {shown} holds the other kind")
     if is_step:
-        report = audit_step(parts, declared, numbers, averaged=arguments.averaging == "mean")
+        report = audit_step(parts, declared, numbers, averaged=arguments.averaging != "sum")
     else:
         report = audit(recording, declared, numbers)
     if arguments.json is not None:

@@ -19,7 +19,8 @@ Training is not changed: no random number is drawn, no collective is called. A r
 stderr, once a reason, and the training goes on; a wrong folder or a wrong class is an error before the training starts.
 
 Where to change something: another trainer is an entry of record_trl.TRAINERS, another setting of a loss function's config
-one of CONFIG_NAMES. Same as TRL 1.16.0 and verl 0.9.1, whose attributes and argument names are read here; TRL is not imported.
+one of CONFIG_NAMES. Same as TRL 1.16.0 and verl 0.9.1, whose attributes and argument names are read here; neither is
+imported.
 """
 
 from __future__ import annotations

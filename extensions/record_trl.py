@@ -92,8 +92,8 @@ class _Online(_Recording):
         self._passes = None
         return output
 
-    def _of_generation(self, output: dict) -> dict:
-        """The whole generation batch, and, into it, what is to be shuffled and cut with its rows."""
+    def _of_generation(self, output: dict) -> dict | None:
+        """The generation batch of all ranks; into output, what is to be shuffled and cut with its rows. None: not known here."""
         rows, per_func = len(output["completion_ids"]), self._rewards_per_func
         first = self.accelerator.process_index * rows
         output["recorded_row_ids"] = torch.arange(first, first + rows, device=output["completion_ids"].device)
@@ -109,12 +109,14 @@ class _Online(_Recording):
             made["gen_rewards_per_func"] = per_func
         for name, value in zip(("recorded_old_logps", "recorded_ref_logps"), [one for one, _ in self._passes]):
             output[name] = value  # RLOO hands on their sums alone
+        self._generated_at = self.state.global_step
+        if rows < len(per_func) and "old_logps" in output and self.beta:
+            return None  # RLOO's rewards hold the KL of rows that lie on other ranks
         if rows == len(per_func):
             made["gen_lengths"] = output["completion_mask"].sum(1)
             if len(self._passes) == 2 and "old_logps" in output:  # RLOO's KL in the reward
                 gap = output["recorded_old_logps"] - output["recorded_ref_logps"]
                 made["gen_kl"] = (gap * output["completion_mask"]).sum(1)
-        self._generated_at = self.state.global_step
         return made
 
     @contextlib.contextmanager

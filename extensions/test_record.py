@@ -81,7 +81,7 @@ class Gradients(unittest.TestCase):
 
 
 def verl_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None):
-    """verl's clipped loss with its dual clip, and the mean over the tokens of all ranks: sum / batch_num_tokens * dp_size."""
+    """verl's clipped loss with its dual clip, and the mean over all ranks' tokens: sum / batch_num_tokens * dp_size."""
     ratio = (log_prob - old_log_prob).clamp(-20, 20).exp()
     clipped = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
     losses = torch.maximum(-advantages * ratio, -advantages * clipped)
@@ -144,7 +144,8 @@ class LossFunction(Folder):
         names = sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*.npz"))
         self.assertEqual(names, [f"step_00000{step}/rank0_mb{part}.npz" for step in (0, 2) for part in (0, 1)])
         made = self.stored("step_000002", "rank0_mb1.npz")
-        self.assertEqual([int(made[n]) for n in ("step", "micro_batch", "accumulation_steps", "rank", "world_size")], [2, 1, 2, 0, 1])
+        place = {"step": 2, "micro_batch": 1, "accumulation_steps": 2, "rank": 0, "world_size": 1}
+        self.assertEqual({name: int(made[name]) for name in place}, place)
         self.assertEqual((made["uid"].tolist(), len(asked)), (list("aabbcc"), 4))
 
     def test_config_of_both_shapes(self):

@@ -49,7 +49,7 @@ class RecordTest(unittest.TestCase):
         with undisturbed(torch.float32), contextlib.redirect_stdout(self.quiet), contextlib.redirect_stderr(self.quiet):
             return super().run(result)
 
-    def trained(self, kind: str, change=lambda trainer_class: trainer_class, recorded: bool = True, every=1, logits=False, **options):
+    def trained(self, kind: str, change=lambda same: same, recorded=True, every=1, logits=False, **options):
         """A trainer after a few steps. change: trainer class -> the class to record."""
         import trl
 
@@ -184,7 +184,8 @@ class Grpo(RecordTest):
         def all_slots(trainer_class):
             class Wrong(trainer_class):
                 def _compute_loss(self, model, inputs):
-                    return super()._compute_loss(model, inputs | {"completion_mask": torch.ones_like(inputs["completion_mask"])})
+                    every_slot = torch.ones_like(inputs["completion_mask"])
+                    return super()._compute_loss(model, inputs | {"completion_mask": every_slot})
 
             return Wrong
 
@@ -198,7 +199,8 @@ class Grpo(RecordTest):
         self.trained("GRPO", every=2, logits=True, max_steps=3, beta=0.04)
         self.assertEqual([path.parent.name for path in self.files()], ["step_000000", "step_000002"])
         made = read_recording(self.files()[0]).arrays
-        ours = torch.as_tensor(made["logits"]).log_softmax(2).gather(2, torch.as_tensor(made["completion_ids"])[..., None])[..., 0]
+        logits, ids = torch.as_tensor(made["logits"]), torch.as_tensor(made["completion_ids"])
+        ours = logits.log_softmax(2).gather(2, ids[..., None])[..., 0]
         off = np.abs(ours.numpy() - made["logps"])[made["mask"]].max()
         self.assertLess(off, 1e-5, "log softmax of the recorded logits at the recorded ids gives the recorded logps")
 
@@ -238,6 +240,12 @@ class Preferences(RecordTest):
             with self.subTest(loss_type):
                 self.trained("DPO", loss_type=loss_type)
                 self.assert_declared(self.files()[-1], row)
+
+    def test_a_step_of_two_micro_batches(self):
+        self.trained("DPO", gradient_accumulation_steps=2, per_device_train_batch_size=1)
+        report = audit_step(read_step(self.files()[-1].parent), *parse_declared("dpo", ()))
+        self.assertIs(report.agrees, True, report.lines)
+        self.assertIsNone(report.worst() if report.worst() != "note" else None)
 
     def test_reference_log_probabilities_from_the_data(self):
         self.trained("DPO", precompute_ref_log_probs=True)

@@ -43,11 +43,16 @@ def build_parser() -> rl_lab.LabParser:
         f"names, with shape, meaning and the other names that are accepted; dloss_d + any of them is a gradient\n"
         "(N rows, T tokens, M rows of the generation batch, P pairs, F reward functions, V vocabulary, E environments):\n"
         f"{table_text()}\n\n"
-        "example:\n  python -m extensions.audit extensions/audit/captures/trl_grpo_grpo_pass2.npz --declared grpo@trl-1.16.0\n"
+        "example:\n"
+        "  python -m extensions.audit extensions/audit/captures/trl_grpo_grpo_pass2.npz --declared grpo@trl-1.16.0\n"
         "  python -m extensions.audit recorded/step_000010/            one step: every rank and micro-batch",
     )
     parser.add_argument(
-        "batch", nargs="?", type=Path, metavar="BATCH", help="the recorded batch, or a folder: one optimiser step, rank0_mb0.npz ..."
+        "batch",
+        nargs="?",
+        type=Path,
+        metavar="BATCH",
+        help="the recorded batch, or a folder: one optimiser step, rank0_mb0.npz ...",
     )
     parser.add_argument(
         "--declared", metavar="ROW", help="the row the trainer is said to follow; differences become findings"
@@ -70,7 +75,6 @@ def build_parser() -> rl_lab.LabParser:
     parser.add_argument(
         "--averaging",
         choices=("mean", "sum"),
-        default="mean",
         help="with a folder: how the ranks' gradients are joined; default mean, as DDP does",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
@@ -149,7 +153,8 @@ def _work(parser: rl_lab.LabParser, arguments) -> tuple[str, bool]:
 
         return "", damaged.run_damaged(arguments.damaged) if arguments.damaged else table.run(arguments.json)
     if arguments.batch is None:
-        parser.error("the following arguments are required: BATCH (a recorded batch or a folder), or --recipes, --list or --self-test")
+        options = "--recipes, --list or --self-test"
+        parser.error(f"the following arguments are required: BATCH (a recorded batch or a folder), or {options}")
     try:
         declared, numbers = parse_declared(arguments.declared, arguments.settings)
     except ValueError as problem:
@@ -158,13 +163,15 @@ def _work(parser: rl_lab.LabParser, arguments) -> tuple[str, bool]:
         rl_lab.check_writable([arguments.json], expected_bytes=20_000)
     shown = rl_lab.one_line(arguments.batch)
     is_step = arguments.batch.is_dir()
+    if arguments.averaging is not None and not is_step:
+        parser.error(f"argument --averaging: goes with a folder, and {shown} is none")
     parts = read_step(arguments.batch) if is_step else []
     recording = parts[0].recording if is_step else read_recording(arguments.batch)
     if declared is not None and declared.is_pairs != is_preference(recording):
         kind = "pairs" if declared.is_pairs else "rollouts"
         parser.error(f"argument --declared: {arguments.declared} is a row for {kind}, and {shown} holds the other kind")
     if is_step:
-        report = audit_step(parts, declared, numbers, averaged=arguments.averaging == "mean")
+        report = audit_step(parts, declared, numbers, averaged=arguments.averaging != "sum")
     else:
         report = audit(recording, declared, numbers)
     if arguments.json is not None:

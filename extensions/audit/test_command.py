@@ -69,6 +69,7 @@ class CommandLine(unittest.TestCase):
             ([self.clean, "--set", "colour=1"], "no number of a recording"),
             ([self.clean, "--declared", "grpo", "--set", "ratio=tokens"], "ratio: got 'tokens'"),
             ([self.clean, "--damaged", "5"], "--self-test"),
+            ([self.clean, "--averaging", "sum"], "goes with a folder"),
             (["--fail-on", "note", self.clean], "invalid choice"),
         ):
             status, _, err = self.run_main(*arguments)

@@ -85,8 +85,9 @@ def planted(mistake, W, M, kind="tokens", averaged=True, lengths=LENGTHS, budget
             loss.backward()
             files.append(
                 dict(
-                    logps=logps, old_logps=old[rows, :width], mask=mask, advantages=A[rows], loss=loss, dloss_dlogps=logps.grad,
-                    rank=rank, world_size=W, micro_batch=micro, accumulation_steps=M, clip_low=0.2, clip_high=0.2,
+                    logps=logps, old_logps=old[rows, :width], mask=mask, advantages=A[rows], loss=loss,
+                    dloss_dlogps=logps.grad, rank=rank, world_size=W, micro_batch=micro, accumulation_steps=M,
+                    clip_low=0.2, clip_high=0.2,
                     **({"budget": budget} if kind == "constant" else {}),
                 )
             )
@@ -171,9 +172,9 @@ class Denominators(StepTest):
             shape = (1, length)
             files.append(
                 dict(
-                    logps=np.full(shape, -1.0), old_logps=np.full(shape, -1.0), mask=np.ones(shape), advantages=np.array([A]),
-                    loss=-A, dloss_dlogps=np.full(shape, -A / length), rank=rank, world_size=2, micro_batch=0,
-                    accumulation_steps=1,
+                    logps=np.full(shape, -1.0), old_logps=np.full(shape, -1.0), mask=np.ones(shape),
+                    advantages=np.array([A]), loss=-A, dloss_dlogps=np.full(shape, -A / length), rank=rank,
+                    world_size=2, micro_batch=0, accumulation_steps=1,
                 )
             )
         report = self.step(files, "dapo@trl-1.16.0")
@@ -191,6 +192,17 @@ class Denominators(StepTest):
         report = self.step(planted("mean_of_means", 2, 2), "bnpo@trl-1.16.0")
         self.assertEqual([(f.name, f.severity) for f in report.findings], [("mean_of_means", "warning")])
 
+    def test_a_share_of_the_generation_batch_is_a_convention(self):
+        """TRL's dapo, one generation batch of 100 tokens for two steps: each divides by 100 / 2, whatever its own tokens are."""
+        files = planted("right", 1, 1)
+        N = sum(LENGTHS)
+        more = dict(num_items_in_batch=100, steps_per_generation=2, dloss_dlogps=files[0]["dloss_dlogps"] * N / 50)
+        report = self.step([files[0] | more], "dapo@trl-1.16.0")
+        self.assertEqual(report.named(), [])
+        self.assertIn("share of the generation batch", " ".join(report.lines))
+        report = self.step([files[0] | more | {"num_items_in_batch": 90}], "dapo@trl-1.16.0")
+        self.assertEqual(report.named(), ["step_not_reproduced"])
+
     def test_sum_where_mean_was_declared_is_no_silence(self):
         report = self.step(planted("right", 2, 2, averaged=False), "dapo@trl-1.16.0", averaged=True)
         self.assertEqual(report.named(), ["forgot_world_size"], "averaging a loss that was made for a sum")
@@ -199,6 +211,39 @@ class Denominators(StepTest):
         files = planted("right", 2, 2)
         files[1]["dloss_dlogps"] = files[1]["dloss_dlogps"] * 1.37
         self.assertEqual(self.step(files, "dapo@trl-1.16.0").named(), ["step_not_reproduced"])
+
+
+class Pairs(StepTest):
+    def files(self, sizes, divide) -> list[dict]:
+        """DPO, beta .5, one rank a file: loss = sum of -log sigmoid(beta D) over its pairs, divided by divide(pairs)."""
+        draw = torch.Generator().manual_seed(3)
+        files = []
+        for rank, P in enumerate(sizes):
+            logps = (-1 - torch.rand(2 * P, 4, generator=draw, dtype=torch.float64)).requires_grad_()
+            ref = -1 - torch.rand(2 * P, 4, generator=draw, dtype=torch.float64)
+            (c, r), (ref_c, ref_r) = logps.sum(1).chunk(2), ref.sum(1).chunk(2)
+            loss = -torch.nn.functional.logsigmoid(0.5 * (c - r - ref_c + ref_r)).sum() / divide(P)
+            loss.backward()
+            sums = dict(chosen_logps=c, rejected_logps=r, ref_chosen_logps=ref_c, ref_rejected_logps=ref_r)
+            files.append(
+                dict(
+                    logps=logps, ref_logps=ref, mask=np.ones((2 * P, 4)), beta=0.5, loss=loss, dloss_dlogps=logps.grad,
+                    rank=rank, world_size=len(sizes), micro_batch=0, accumulation_steps=1, **sums,
+                )
+            )
+        return files
+
+    def test_pairs_of_unequal_ranks(self):
+        """Ranks of 1 and 3 pairs, averaged: right divides each rank's sum by 4 / 2; a mean a rank divides by 1 and 3."""
+        for row in ("dpo", None):
+            right = self.step(self.files((1, 3), lambda P: 4 / 2), row)
+            self.assertEqual((right.agrees, right.kind, right.findings), (True, "pairs", []))
+            wrong = self.step(self.files((1, 3), lambda P: P), row)
+            self.assertEqual([round(s.denominator, 6) for s in wrong.solved], [2.0, 6.0])
+            self.assertEqual(wrong.named(), ["mean_of_means"])
+        hidden = self.step(self.files((2, 2), lambda P: P), "dpo")
+        self.assertIs(hidden.agrees, True, "equal ranks: the mean of means is the mean")
+        self.assertIn("mean of means", " ".join(hidden.lines))
 
 
 class AdvantagesOfTheStep(StepTest):
@@ -249,7 +294,8 @@ class AdvantagesOfTheStep(StepTest):
 class Clip(StepTest):
     def files(self, taken, own=((3.0, 4.0), (0.3, -0.4)), norm=1.0):
         files = planted("right", 2, 1)
-        return [f | dict(rank_gradient=np.array(g), step_gradient=np.array(taken), max_grad_norm=norm) for f, g in zip(files, own)]
+        more = dict(step_gradient=np.array(taken), max_grad_norm=norm)
+        return [file | more | dict(rank_gradient=np.array(g)) for file, g in zip(files, own)]
 
     def test_by_hand(self):
         """(3, 4) and (.3, -.4), norm 1: mean (1.65, 1.8), clipped (.675725, .737154); clipped first (.45, .2)."""

@@ -1,8 +1,8 @@
 """What each rank and micro-batch divided by, and the mistakes whose denominators those are.
 
-W ranks, M micro-batches a rank; q the count of a micro-batch (tokens, answers, or answers times a constant), q_r of its rank,
-Q of the whole step; A = W where the ranks' gradients are averaged, 1 where they are summed. One token's gradient is
-slope / D, D including the averaging:
+W ranks, M micro-batches a rank; q the count of a micro-batch (tokens, answers, pairs, or answers times a constant), q_r of
+its rank, Q of the whole step; A = W where the ranks' gradients are averaged, 1 where they are summed. One token's gradient
+is slope / D, D including the averaging:
 
     right              Q                    sums first, one division by the count of the step
     mean_of_means      A M q                every micro-batch its own mean, then the mean of those
@@ -10,7 +10,7 @@ slope / D, D including the averaging:
     forgot_world_size  W Q                  the step's count under an average over ranks (or /W again beside a sum)
     double_division    M Q                  divided by the number of micro-batches once more
     no_micro_division  A q                  micro-batch means added up
-    local_padded_width A-free: B T_rm       the padded width of the micro-batch for the constant of the step
+    local_padded_width B T_rm               the padded width of the micro-batch for the constant of the step
 
 Where two give the same D in every file, this split cannot tell them apart. A new one is an entry of DENOMINATORS, with its
 words in STEP_MISTAKES of catalogue.py.
@@ -25,9 +25,10 @@ import numpy as np
 import torch
 
 from extensions.audit.search.forms import build_batch
+from extensions.audit.search.pairs import build
 from extensions.audit.step.folder import Part
 from extensions.audit.tolerance import NOTHING
-from extensions.objectives import Row, evaluate
+from extensions.objectives import PreferenceRow, Row, evaluate, evaluate_preference
 
 SAME = 1e-4
 """Two denominators are equal: what a solved factor of a float32 gradient allows."""
@@ -73,6 +74,7 @@ KINDS = {
 def counts_of(parts: Sequence[Part], kind: str, averaged: bool) -> Counts:
     masks = [part.recording.arrays["mask"] for part in parts]
     own = np.array([float(mask.sum() if kind == "tokens" else len(mask)) for mask in masks])
+    own = own / 2 if kind == "pairs" else own
     if kind == "constant":
         own = own * budget_of(parts)
     ranks = np.array([part.rank for part in parts])
@@ -94,7 +96,20 @@ def hypotheses(parts: Sequence[Part], kind: str, averaged: bool) -> dict[str, np
     if kind == "constant":
         widths = np.array([float(part.recording.arrays["mask"].shape[1]) for part in parts])
         made["local_padded_width"] = counts.total / budget_of(parts) * widths
+    if kind == "tokens" and all("num_items_in_batch" in part.recording.numbers for part in parts):
+        made[RECORDED_WINDOW] = np.array([_recorded_window(part) for part in parts])
     return made
+
+
+RECORDED_WINDOW = "recorded_window"
+"""The share of a generation batch that a step is by number of micro-batches, not by its own tokens: TRL's dapo where one
+generation batch feeds several steps. No mistake: the trainer's own convention."""
+
+
+def _recorded_window(part: Part) -> float:
+    number = part.recording.number
+    steps = number("accumulation_steps", 1)
+    return number("num_items_in_batch") * steps / number("steps_per_generation", steps)
 
 
 def numerators(row: Row, part: Part, kind: str, advantages: np.ndarray) -> np.ndarray:
@@ -106,10 +121,20 @@ def numerators(row: Row, part: Part, kind: str, advantages: np.ndarray) -> np.nd
     return times * evaluate(plain, batch).dloss_dlogps.numpy()
 
 
+def pair_numerators(row: PreferenceRow, part: Part) -> np.ndarray:
+    """The same of a loss of pairs: d(sum over the pairs)/dlogps, (2P, T). Raises ValueError for a loss that mixes pairs."""
+    if row.sft_coef or row.loss in ("aot", "aot_unpaired") or row.of_labels:
+        raise ValueError(f"{row.name}: its loss is no mean over pairs that are independent of each other")
+    data = build(part.recording)
+    return len(data.logps) / 2 * evaluate_preference(row, data).dloss_dlogps.numpy()
+
+
 def recorded(part: Part, ranks: int, averaged: bool) -> np.ndarray | None:
     """What the step has of each token's gradient: what backward() brought, over the ranks where those are averaged."""
     arrays = part.recording.arrays
     gradient = arrays.get("backward_dlogps", arrays.get("dloss_dlogps"))
+    if gradient is not None and "chosen_logps" in arrays:  # padding zeroed before the sum: a slope that reaches no parameter
+        gradient = np.where(~arrays["mask"] & (arrays["logps"] == 0), 0.0, gradient)
     return None if gradient is None else gradient / (ranks if averaged else 1)
 
 

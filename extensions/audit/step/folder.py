@@ -56,7 +56,8 @@ def _check_whole(folder: Path, parts: list[Part]) -> None:
     for name in ("world_size", "accumulation_steps", "step"):
         seen = {part.recording.number(name) for part in parts} - {None}
         if len(seen) > 1 and name != "accumulation_steps":
-            raise FileProblem(f"{one_line(folder)}: {name} is {' and '.join(f'{x:g}' for x in sorted(seen))}: files of two steps?")
+            values = " and ".join(f"{value:g}" for value in sorted(seen))
+            raise FileProblem(f"{one_line(folder)}: {name} is {values}: files of two steps?")
     ranks = int(parts[0].recording.number("world_size") or 1 + max(part.rank for part in parts))
     for rank in range(ranks):
         own = [part for part in parts if part.rank == rank]

@@ -14,21 +14,23 @@ from extensions.audit.read.recording import Recording
 from extensions.audit.run import audit
 from extensions.audit.say.report import Report, cannot_tell_from, listed
 from extensions.audit.search.advantages import search_advantages
-from extensions.audit.search.pairs import is_preference
+from extensions.audit.search.pairs import is_preference, search_preferences
 from extensions.audit.step.denominators import (
     KINDS,
+    RECORDED_WINDOW,
     SAME,
     SHAPE,
     Solved,
     clipped,
     hypotheses,
     numerators,
+    pair_numerators,
     recorded,
     same,
     solve,
 )
 from extensions.audit.step.folder import Part
-from extensions.objectives import Row
+from extensions.objectives import PreferenceRow, Row
 
 OF_ONE_FILE = ("extra_division", "sum_for_mean", "divided_by_whole_number", "gradient_value_disagree")
 """Findings about a factor: a file alone cannot know what its step divides by, so a step that is right puts them aside."""
@@ -88,18 +90,20 @@ def audit_step(
     ranks = len({part.rank for part in parts})
     files = [audit(part.recording, declared, _window(parts, ranks, averaged) | (numbers or {})) for part in parts]
     report = StepReport(parts, files)
-    if any(is_preference(part.recording) or "mask" not in part.recording.arrays for part in parts):
-        report.lines.append("the step as a whole: not compared (only rollouts with masks are)")
-        return report
-    _say_advantages(report, declared)
     _say_clip(report, averaged)
-    row = declared.row if declared is not None else _row_of(files)
+    if any("mask" not in part.recording.arrays or "logps" not in part.recording.arrays for part in parts):
+        report.lines.append("denominators: not compared: every file needs logps and mask, rows x tokens")
+        return report
+    are_pairs = [is_preference(part.recording) for part in parts]
+    if not any(are_pairs):
+        _say_advantages(report, declared)
+    row = declared.row if declared is not None else _pair_row_of(parts) if any(are_pairs) else _row_of(files)
     if row is None:
         report.lines.append("denominators: not compared: no file's objective is known; declare one (--declared ROW)")
     elif any(recorded(part, ranks, averaged) is None for part in parts):
         report.lines.append("denominators: not compared: every file needs dloss_dlogps (or backward_dlogps)")
     else:
-        _say_denominators(report, _with_numbers(row, parts[0].recording, declared), declared, ranks, averaged)
+        _say_denominators(report, row, declared, ranks, averaged)
     if report.agrees:
         for file in files:
             file.findings = [f for f in file.findings if f.name not in OF_ONE_FILE]
@@ -119,6 +123,7 @@ def _row_of(files: Sequence[Report]) -> Row | None:
     """The objective that the files were matched with, by gradient before by value, without a mistake before with one."""
     names = {f.name for f in dataclasses.fields(Row)}
     found = [m for report in files for key in ("matches", "with_a_mistake") for m in report.loss.get(key, [])[:1]]
+    found = [m for m in found if "ratio" in m]  # a policy's loss
     found.sort(key=lambda m: (m.get("by") != "gradient and value", bool(m.get("mistakes"))))
     for match in found:
         try:
@@ -126,6 +131,27 @@ def _row_of(files: Sequence[Report]) -> Row | None:
         except (ValueError, TypeError):
             continue
     return None
+
+
+def _pair_row_of(parts: Sequence[Part]) -> PreferenceRow | None:
+    """The loss of pairs that the first file to be matched was matched with."""
+    found = (search_preferences(part.recording) for part in parts)
+    return next((m.row for result in found for m in [*result.matches, *result.mistakes][:1]), None)
+
+
+def _slopes(report: StepReport, row: Row | PreferenceRow, declared: Declared | None) -> tuple[str, str, list[np.ndarray]]:
+    """What the objective counts, its reduction in words, and its undivided gradient in each file. Raises ValueError."""
+    if isinstance(row, PreferenceRow):
+        beta = report.parts[0].recording.number("beta")
+        if declared is not None and beta and "beta" not in declared.set_fields:
+            row = replace(row, beta=beta)
+        return "pairs", "mean over pairs", [pair_numerators(row, part) for part in report.parts]
+    row = _with_numbers(row, report.parts[0].recording, declared)
+    kind, slopes = KINDS.get(row.reduction, "tokens"), []
+    for part in report.parts:
+        A = part.recording.get("advantages")
+        slopes.append(numerators(row, part, kind, np.ones(len(part.recording.arrays["mask"])) if A is None else A))
+    return kind, row.reduction.replace("_", " "), slopes
 
 
 def _with_numbers(row: Row, recording: Recording, declared: Declared | None) -> Row:
@@ -136,21 +162,21 @@ def _with_numbers(row: Row, recording: Recording, declared: Declared | None) -> 
         row = replace(row, kl="none", kl_coef=0.0)
     names = {"clip_low": "clip_low", "clip_high": "clip_high", "kl_coef": "beta", "ratio_cap": "ratio_cap"}
     known = {k: recording.number(n) for k, n in names.items() if k not in declared.set_fields and row.reads(k)}
-    return replace(row, **{k: v for k, v in known.items() if v is not None and not (row.surrogate == "cispo" and k != "kl_coef")})
+    kept = ("kl_coef",) if row.surrogate == "cispo" else tuple(known)
+    return replace(row, **{k: v for k, v in known.items() if v is not None and k in kept})
 
 
-def _say_denominators(report: StepReport, row: Row, declared: Declared | None, ranks: int, averaged: bool) -> None:
+def _say_denominators(
+    report: StepReport, row: Row | PreferenceRow, declared: Declared | None, ranks: int, averaged: bool
+) -> None:
     parts = report.parts
-    kind = report.kind = KINDS.get(row.reduction, "tokens")
     gradients = [recorded(part, ranks, averaged) for part in parts]
-    slopes = []
-    for part in parts:
-        A = part.recording.get("advantages")
-        try:
-            slopes.append(numerators(row, part, kind, np.ones(len(part.recording.arrays["mask"])) if A is None else A))
-        except ValueError as problem:
-            report.lines.append(f"denominators: not compared: {part.name}: {problem}")
-            return
+    try:
+        kind, words, slopes = _slopes(report, row, declared)
+    except ValueError as problem:
+        report.lines.append(f"denominators: not compared: {problem}")
+        return
+    report.kind = kind
     report.solved = [solve(g, s) for g, s in zip(gradients, slopes)]
     D = np.array([s.denominator for s in report.solved])
     names = hypotheses(parts, kind, averaged)
@@ -166,13 +192,15 @@ def _say_denominators(report: StepReport, row: Row, declared: Declared | None, r
         report.cosine = float(whole @ wanted) / max(size * float(np.linalg.norm(whole)), 1e-300)
         report.agrees = report.relative_error <= SAME
     how = "averaged over" if averaged else "summed over"
-    report.lines.append(f"objective: {row.reduction.replace('_', ' ')}; counts {kind}; gradients {how} {ranks} rank(s)")
+    report.lines.append(f"objective: {words}; counts {kind}; gradients {how} {ranks} rank(s)")
     for part, s, used in zip(parts, report.solved, report.used):
-        words = "no gradient" if np.isnan(s.denominator) else f"{s.denominator:.6g}"
+        if np.isnan(s.denominator) and s.rest == 0:
+            report.lines.append(f"{part.name} has no gradient: every token is closed or has advantage 0; any count fits")
+            continue
         rest = f"; {s.rest:.1e} of its gradient is no multiple of the objective's" if s.rest > SHAPE else ""
-        report.lines.append(f"{part.name} divides by {words}: {', '.join(used) or 'none of the known counts'}{rest}")
+        report.lines.append(f"{part.name} divides by {s.denominator:.6g}: {', '.join(used) or 'none of the known counts'}{rest}")
     # Some trainers take a mean a micro-batch and say so in their row: that is no mistake of theirs.
-    by_design = declared is not None and averaged and declared.row.accumulation == "divide"
+    by_design = declared is not None and averaged and getattr(declared.row, "accumulation", "none") == "divide"
     _say_step(report, total, "mean_of_means" if by_design else None, is_declared=declared is not None)
 
 
@@ -181,11 +209,15 @@ def _say_step(report: StepReport, total: float, by_design: str | None, is_declar
         report.lines.append("the step: every gradient is 0, nothing to compare")
         return
     off = f"relative error {report.relative_error:.4g}, cosine {report.cosine:.4g}"
-    mistakes = [name for name in report.fits if name != "right"]
+    mistakes = [name for name in report.fits if name not in ("right", RECORDED_WINDOW)]
     if report.agrees:
         report.lines.append(f"the step: the recorded gradients add up to the objective on the joined batch ({off})")
         if mistakes:
             report.lines.append(f"cannot tell from this split: {listed(mistakes)} would give the same numbers here")
+        return
+    if RECORDED_WINDOW in report.fits:
+        line = "the step: every file divides by the step's share of the generation batch (num_items_in_batch), by number of "
+        report.lines.append(line + f"micro-batches, not by its own count of {total:g}: the trainer's convention ({off})")
         return
     report.lines.append(f"the step: the recorded gradients are not the objective on the joined batch ({off})")
     if not mistakes:
@@ -241,9 +273,11 @@ def _say_advantages(report: StepReport, declared: Declared | None) -> None:
         if not shared:
             continue
         fields = shared[0]
-        name = "local_whitening" if fields.get("scale") in _WHITENED or fields.get("baseline") == "given" else "local_group_statistics"
+        whitened = fields.get("scale") in _WHITENED or fields.get("baseline") == "given"
+        name = "local_whitening" if whitened else "local_group_statistics"
         if any(f in whole for f in shared):
-            report.lines.append(f"advantages: the same from the step's rows and from each {where}'s alone; cannot tell {name}")
+            line = f"advantages: the same from the step's rows and from each {where}'s alone; cannot tell {name}"
+            report.lines.append(line)
         elif whole:
             continue
         else:

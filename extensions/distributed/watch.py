@@ -1,0 +1,142 @@
+"""Who is missing: every wait of a rank has an end, and the sentence at the end names the rank that others waited for.
+
+A collective that one rank never calls hangs the others, and what torch.distributed says after its time-out names no rank
+("Timed out waiting 5000ms for recv operation to complete"). Here each rank writes into the store of torch.distributed
+
+    place/RANK    what it is about to do: "update 3", or why it left: "left after update 2: its own KL is above the limit"
+    beat/RANK     a number that a thread of it counts up; it stands still when the rank was killed or stopped
+
+and all meet under one name before the collectives of an update: `meet`. Who is not there within the time-out is looked
+up. A set, a wait and W short answers an update.
+
+Errors: RankProblem, whose text is one line. Source of the store, its waits and time-outs: torch.distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from datetime import timedelta
+from typing import Iterator, Sequence
+
+import torch.distributed as dist
+
+BEAT_SECONDS = 0.25
+SILENT_SECONDS = 1.5  # a heart that stands still for this long belongs to no living rank
+LEFT = "left "  # how a place begins that nobody leaves again
+
+
+class RankProblem(Exception):
+    """One rank holds up or contradicts the others; the text is one line that names it."""
+
+
+class Watch:
+    """What a rank tells the others about itself, and how it finds out about them.
+
+    store: of torch.distributed, shared by all ranks; clone() of it serves the heartbeat, as a wait holds the store.
+    timeout: seconds a rank waits for the others at one place. Ends its thread at close().
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: int, timeout: float):
+        self.store, self.rank, self.ranks, self.timeout = store, rank, ranks, timeout
+        self.store.set_timeout(timedelta(seconds=timeout))
+        self.visits: dict[str, int] = {}
+        self._closed = threading.Event()
+        self.at("started")
+        if ranks > 1:
+            threading.Thread(target=self._beat, args=(store.clone(),), daemon=True).start()
+
+    def _beat(self, store: dist.Store) -> None:
+        with contextlib.suppress(RuntimeError):  # the store ends with the process that holds it
+            while not self._closed.wait(BEAT_SECONDS):
+                store.add(f"beat/{self.rank}", 1)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    # -------------------------------------------------------------------------------------- what this rank says
+
+    def at(self, place: str) -> None:
+        """Say what comes next."""
+        self.store.set(f"place/{self.rank}", place)
+
+    def leave(self, why: str) -> None:
+        """Say that this rank takes part no longer, and why: the others read it when they wait for it in vain."""
+        self.at(f"{LEFT}{why}")
+
+    # -------------------------------------------------------------------------------------- how ranks meet
+
+    def meet(self, place: str) -> None:
+        """Return when every rank is at this place, for example "update 3, micro-batch 2"; each rank calls it.
+
+        Raises RankProblem after the time-out: who is not here, where it is instead, and whether it lives.
+        """
+        if self.ranks == 1:
+            return
+        self.at(place)
+        visit = self.visits[place] = self.visits.get(place, 0) + 1
+        keys = [f"met/{place}/{visit}/{rank}" for rank in range(self.ranks)]
+        self.store.set(keys[self.rank], "here")
+        if not self._all_there(keys):
+            raise RankProblem(self._missing(place, [r for r, key in enumerate(keys) if not self.store.check([key])]))
+
+    def agree(self, what: str, text: str) -> None:
+        """Return when every rank has the same `text`, its flags for example. Raises RankProblem naming one that differs."""
+        if self.ranks == 1:
+            return
+        self.store.set(f"said/{what}/{self.rank}", text)
+        self.meet(what)
+        said = [self.store.get(f"said/{what}/{rank}").decode() for rank in range(self.ranks)]
+        for rank, other in enumerate(said):
+            if other != said[0]:
+                raise RankProblem(f"rank {rank} has other {what} than rank 0: {other}, not {said[0]}")
+
+    @contextlib.contextmanager
+    def collectives(self, place: str) -> Iterator[None]:
+        """Meet, then run collectives; one that fails because a rank ended in between is said with its number."""
+        self.meet(place)
+        try:
+            yield
+        except RuntimeError as problem:
+            if "gloo" not in str(problem) and "closure" not in str(problem) and "closed" not in str(problem):
+                raise
+            raise RankProblem(self._missing(place, [])) from problem
+
+    def _all_there(self, keys: Sequence[str]) -> bool:
+        """Wait for all keys; when a rank has left or stands still, no longer than it takes to notice."""
+        ends = time.monotonic() + self.timeout
+        while (left := ends - time.monotonic()) > 0:
+            with contextlib.suppress(dist.DistStoreError):
+                self.store.wait(list(keys), timedelta(seconds=min(left, 1.0)))
+                return True
+            if any(place.startswith(LEFT) for place in self._places(r for r, k in enumerate(keys) if not self.store.check([k]))):
+                return self.store.check(list(keys))
+        return False
+
+    def _places(self, ranks) -> list[str]:
+        return [self.store.get(f"place/{r}").decode() if self.store.check([f"place/{r}"]) else "" for r in ranks]
+
+    # -------------------------------------------------------------------------------------- the sentence
+
+    def silent(self) -> list[int]:
+        """Ranks whose heart stands still: killed, stopped, or their machine is gone. Takes SILENT_SECONDS."""
+        before = [self.store.add(f"beat/{rank}", 0) for rank in range(self.ranks)]
+        time.sleep(SILENT_SECONDS)
+        after = [self.store.add(f"beat/{rank}", 0) for rank in range(self.ranks)]
+        return [rank for rank in range(self.ranks) if rank != self.rank and before[rank] == after[rank]]
+
+    def _missing(self, place: str, absent: Sequence[int]) -> str:
+        silent = self.silent()
+        absent = list(absent) or silent
+        if not absent:
+            return f"at {place!r} a rank closed its connection, and all of them live; it ended its process group too early"
+        about = []
+        for rank, where in zip(absent, self._places(absent)):
+            if where.startswith(LEFT):
+                about.append(f"rank {rank} {where}")
+            elif rank in silent:
+                about.append(f"rank {rank} was killed or stopped{f' at {where!r}' if where else ' before it started'}")
+            else:
+                about.append(f"rank {rank} is still at {where!r}")
+        return f"at {place!r} the ranks wait for {', '.join(map(str, absent))}: {'; '.join(about)} (waited {self.timeout:g} s at most)"

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from extensions.distributed.watch import RankProblem, Watch
+from extensions.distributed.watch import DEAD, RankProblem, Watch
 
 HOST = "127.0.0.1"
 TIMEOUT = 15.0  # seconds a rank waits for another one
@@ -96,6 +98,15 @@ def _serve(rank: int, ranks: int, port: int, timeout: float, pipes: Sequence[Con
     os._exit(0)  # the parent asked for it: nothing is left to tidy, and gloo's threads need no farewell
 
 
+def _start_method() -> str:
+    """forkserver on Linux: torch is imported once and not by each rank, which is most of the time a start takes; else spawn."""
+    if sys.platform != "linux":
+        return "spawn"
+    # What DistributedDataParallel would import in every rank when the first one is made.
+    multiprocessing.set_forkserver_preload(["extensions.distributed.ranks", "torch._dynamo"])
+    return "forkserver"
+
+
 class Ranks:
     """`count` processes that run jobs together. Use it in a `with`; after a RankProblem they are gone.
 
@@ -113,10 +124,16 @@ class Ranks:
             raise RankProblem(f"port {port} of {HOST} is in use by another program; without a port any free one is taken") from None
         # Its lines about ending processes are said in one sentence here.
         logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-        context = torch.multiprocessing.get_context("spawn")
+        method = _start_method()
+        context = torch.multiprocessing.get_context(method)
         self.pipes, theirs = zip(*(context.Pipe() for _ in range(count)))
         self.processes = torch.multiprocessing.start_processes(
-            _serve, (count, self.store.port, timeout, theirs), nprocs=count, join=False, daemon=True
+            _serve,
+            (count, self.store.port, timeout, theirs),
+            nprocs=count,
+            join=False,
+            daemon=True,
+            start_method=method,
         )
         for end in theirs:
             end.close()
@@ -158,7 +175,7 @@ class Ranks:
                 elif kind == "raised":
                     self._fail(f"rank {waiting[pipe]}: {answer}")
                 else:
-                    self._fail(self._death(job) or answer)
+                    self._fail((DEAD in answer or "collective failed" in answer) and self._death(job) or answer)
             if not any(one in waiting for one in ready):
                 self._fail(self._death(job) or f"a process ended ({job})")
         return [answers[rank] for rank in range(self.count)]

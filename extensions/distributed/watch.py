@@ -7,7 +7,7 @@ A collective that one rank never calls hangs the others, and what torch.distribu
     beat/RANK     a number that a thread of it counts up; it stands still when the rank was killed or stopped
 
 and all meet under one name before the collectives of an update: `meet`. Who is not there within the time-out is looked
-up. A set, a wait and W short answers an update.
+up. A meeting is one set and a few checks of the store.
 
 Errors: RankProblem, whose text is one line. Source of the store, its waits and time-outs: torch.distributed.
 """
@@ -18,12 +18,16 @@ import contextlib
 import threading
 import time
 from datetime import timedelta
-from typing import Iterator, Sequence
+from typing import Iterable, Iterator, Sequence
 
 import torch.distributed as dist
 
 BEAT_SECONDS = 0.25
+FIRST_PAUSE, LONGEST_PAUSE = 2e-4, 2e-2  # seconds between two looks for the others
+LOOK_SECONDS = 0.5  # so often a waiting rank looks whether those it waits for have left
 SILENT_SECONDS = 1.5  # a heart that stands still for this long belongs to no living rank
+GLOO_WORDS = ("gloo", "pair closure", "closed by peer")  # in what a collective says that was left alone
+DEAD = "was killed or stopped"
 LEFT = "left "  # how a place begins that nobody leaves again
 
 
@@ -59,6 +63,7 @@ class Watch:
 
     def at(self, place: str) -> None:
         """Say what comes next."""
+        self.place = place
         self.store.set(f"place/{self.rank}", place)
 
     def leave(self, why: str) -> None:
@@ -99,22 +104,28 @@ class Watch:
         try:
             yield
         except RuntimeError as problem:
-            if "gloo" not in str(problem) and "closure" not in str(problem) and "closed" not in str(problem):
+            if not any(word in str(problem) for word in GLOO_WORDS):
                 raise
-            raise RankProblem(self._missing(place, [])) from problem
+            raise RankProblem(self._missing(self.place, [])) from problem
 
     def _all_there(self, keys: Sequence[str]) -> bool:
-        """Wait for all keys; when a rank has left or stands still, no longer than it takes to notice."""
-        ends = time.monotonic() + self.timeout
-        while (left := ends - time.monotonic()) > 0:
-            with contextlib.suppress(dist.DistStoreError):
-                self.store.wait(list(keys), timedelta(seconds=min(left, 1.0)))
-                return True
-            if any(place.startswith(LEFT) for place in self._places(r for r, k in enumerate(keys) if not self.store.check([k]))):
-                return self.store.check(list(keys))
-        return False
+        """Look for all keys until the time-out; when who is absent has left, no longer than LOOK_SECONDS."""
+        # Asked again and again: the store's own wait writes warnings of its own when it ends in vain.
+        started, pause, looked = time.monotonic(), FIRST_PAUSE, 0.0
+        while not self.store.check(list(keys)):
+            waited = time.monotonic() - started
+            if waited > self.timeout:
+                return False
+            if waited > looked + LOOK_SECONDS:
+                looked = waited
+                absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+                if any(place.startswith(LEFT) for place in self._places(absent)):
+                    return False
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return True
 
-    def _places(self, ranks) -> list[str]:
+    def _places(self, ranks: Iterable[int]) -> list[str]:
         return [self.store.get(f"place/{r}").decode() if self.store.check([f"place/{r}"]) else "" for r in ranks]
 
     # -------------------------------------------------------------------------------------- the sentence
@@ -127,16 +138,18 @@ class Watch:
         return [rank for rank in range(self.ranks) if rank != self.rank and before[rank] == after[rank]]
 
     def _missing(self, place: str, absent: Sequence[int]) -> str:
-        silent = self.silent()
-        absent = list(absent) or silent
+        places = self._places(range(self.ranks))
+        # Who said that it left needs no heartbeat.
+        silent = [] if absent and all(places[rank].startswith(LEFT) for rank in absent) else self.silent()
+        absent = absent or [r for r, where in enumerate(places) if where != place] or silent
         if not absent:
-            return f"at {place!r} a rank closed its connection, and all of them live; it ended its process group too early"
+            return f"at {place!r} a collective failed although all ranks are there and live"  # one may die just now
         about = []
-        for rank, where in zip(absent, self._places(absent)):
+        for rank, where in ((rank, places[rank]) for rank in absent):
             if where.startswith(LEFT):
                 about.append(f"rank {rank} {where}")
             elif rank in silent:
-                about.append(f"rank {rank} was killed or stopped{f' at {where!r}' if where else ' before it started'}")
+                about.append(f"rank {rank} {DEAD}{f' at {where!r}' if where else ' before it started'}")
             else:
                 about.append(f"rank {rank} is still at {where!r}")
-        return f"at {place!r} the ranks wait for {', '.join(map(str, absent))}: {'; '.join(about)} (waited {self.timeout:g} s at most)"
+        return f"at {place!r} rank {self.rank} waited in vain, {self.timeout:g} s at most: {'; '.join(about)}"

@@ -91,3 +91,92 @@ def refuses_data(rank: Rank, rewards: list[list[float]]) -> str:
     except ValueError as problem:
         return str(problem)
     return "no complaint"
+
+
+# ------------------------------------------------------------------------------------------ rules, by hand numbers
+
+TOKEN_MEANS = {
+    "right": lambda S, n, totals, engine: rules.mean_over_tokens(S, totals, engine),
+    "mean of means": lambda S, n, totals, engine: S / n,
+    "forgot W": lambda S, n, totals, engine: S / totals.tokens,
+}
+
+
+def token_means(rank: Rank, A: list[float], T: list[int]) -> dict[str, float] | None:
+    """One answer a rank, A_r and T_r tokens with unit gradients: the gradient after DDP's mean, for right and wrong."""
+    group = rank.group_of(len(A))
+    if group is None:
+        return None
+    totals = rules.count(T[rank.rank], 1, 1, group)
+    got = {}
+    for name, loss in TOKEN_MEANS.items():
+        w = torch.ones((), dtype=torch.float64, requires_grad=True)
+        loss(-A[rank.rank] * T[rank.rank] * w, T[rank.rank], totals, rules.Engine(group)).backward()
+        got[name] = rules.gather(w.grad, group).mean().item()
+    return got
+
+
+def own_part(rank: Rank, values: list, counts: list[int]) -> list:
+    """This rank's part of a list that is dealt out by counts."""
+    first = sum(counts[: rank.rank])
+    return values[first : first + counts[rank.rank]]
+
+
+def group_advantages(rank: Rank, R: list[float], ids: list[int], counts: list[int], local: bool) -> list[float]:
+    own = torch.tensor(own_part(rank, R, counts), dtype=torch.float64)
+    of = torch.tensor(own_part(rank, ids, counts), dtype=torch.int64)
+    return rules.group_advantages(own, of, None if local else rank.group).tolist()
+
+
+def whiten(rank: Rank, x: list[float], counts: list[int]) -> list[float]:
+    return rules.whiten(torch.tensor(own_part(rank, x, counts), dtype=torch.float64), group=rank.group).tolist()
+
+
+def moments_of_all(rank: Rank, x: list[float], counts: list[int]) -> tuple[float, ...]:
+    return tuple(rules.moments_of_all(torch.tensor(own_part(rank, x, counts), dtype=torch.float64), group=rank.group))
+
+
+def clipped(rank: Rank, gradients: list[list[float]], before: bool) -> list[float] | None:
+    """The mean over two ranks, clipped to norm 1 before or after."""
+    group = rank.group_of(len(gradients))
+    if group is None:
+        return None
+    w = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    w.grad = torch.tensor(gradients[rank.rank], dtype=torch.float64)
+    if before:
+        rules.clip_after_reduction([w], 1.0)
+    rules.reduce_gradients([w], group)
+    w.grad /= len(gradients)
+    if not before:
+        rules.clip_after_reduction([w], 1.0)
+    return w.grad.tolist()
+
+
+def decisions(rank: Rank, kl: list[float], tokens: list[int], limit: float) -> tuple[bool, str, float]:
+    """stop, the bits of the KL, and the mean of all."""
+    stop = rules.kl_stop(kl[rank.rank], tokens[rank.rank], limit, rank.group)
+    return stop.stop, stop.kl.hex(), rules.logged_mean(kl[rank.rank], tokens[rank.rank], rank.group)
+
+
+def reduced_with_a_missing_gradient(rank: Rank) -> tuple[list[float], list[float]]:
+    """Only rank 0 has a gradient in b, and only the others one in a."""
+    a, b = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    (b if rank.rank == 0 else a).grad = torch.full((2,), float(rank.rank + 1))
+    rules.reduce_gradients([a, b], rank.group)
+    return a.grad.tolist(), b.grad.tolist()
+
+
+def complaints(rank: Rank) -> list[str]:
+    """What every rank says to counts of 0, a count below 0 on rank 1, and one number to whiten."""
+    said = []
+    for call in (
+        lambda: rules.count(0, 2, 1, rank.group),
+        lambda: rules.count(5, -1 if rank.rank == 1 else 1, 1, rank.group),
+        lambda: rules.whiten(torch.ones(1 if rank.rank == 2 else 0, dtype=torch.float64), group=rank.group),
+    ):
+        try:
+            call()
+            said.append("no complaint")
+        except ValueError as problem:
+            said.append(str(problem))
+    return said

@@ -29,7 +29,7 @@ def run_updates(rank: Rank, kl: list[list[float]], by_all: bool, limit: float = 
             stop = rules.kl_stop(10 * own, 10, limit, rank.group).stop if by_all else own > limit
             if stop:
                 if not by_all:
-                    rank.watch.leave(f"after update {update}: its own KL {own:g} is above {limit:g}; all must stop by the reduced KL")
+                    rank.watch.leave(f"after update {update}: its own KL {own:g} is above {limit:g}")
                 return update
             weight.grad = torch.ones(2)
             rules.reduce_gradients([weight], rank.group)

@@ -101,7 +101,9 @@ def one_process_loss(name: str, policy: Callable) -> Tensor:
         return loss_to_backpropagate(evaluate_preference(PREFERENCE_ROWS[name], data), live)
     batch, features, ids = whole_batch()
     live = policy(features, ids)
-    now = {key: torch.where(batch.mask.reshape(N, WIDTH, *[1] * (live[key].dim() - 2)), live[key].detach(), 0.0) for key in live}
+    mask = batch.mask
+    masks = {key: mask.unsqueeze(2) if value.dim() == 3 else mask for key, value in live.items()}
+    now = {key: torch.where(masks[key], value.detach(), 0.0) for key, value in live.items()}
     return loss_to_backpropagate(evaluate(ROWS[name], replace(batch, **now)), **live)
 
 
@@ -120,7 +122,7 @@ def pairs(which: Iterable[int], policy: Callable) -> tuple[Preferences, Tensor]:
 
 
 def losses_of_rank(name: str, policy: Callable, engine: Engine, M: int) -> list[Tensor]:
-    """What this rank calls backward() on, one for each micro-batch; an empty one is a batch of no rows through the policy."""
+    """What this rank calls backward() on, one for each micro-batch; `nothing` is part of each."""
     W, rank = rules.world_size(engine.group), rules.rank_in(engine.group)
     if name in PREFERENCE_ROWS:
         own = list(range(N // 2))[rules.share(N // 2, rank, W)]
@@ -150,7 +152,7 @@ def gradient(loss: Tensor, policy: Policy) -> Tensor:
 
 
 def error_of_gradient(name: str, group: object, M: int) -> float:
-    """|g - g1| / |g1|, g by a SUM all-reduce of all micro-batches; the loss as logged is compared too, whichever is worse."""
+    """|g - g1| / |g1|, g the SUM over ranks and micro-batches, or the error of the loss, whichever is worse."""
     policy = Policy()
     wanted = one_process_loss(name, policy)
     own = sum(losses_of_rank(name, policy, Engine(group, averages=False), M))
@@ -178,10 +180,11 @@ def errors_of_twins(rank: Rank, M: int) -> dict[str, float]:
     group = rank.group_of(2)
     if group is None:
         return {}
+    gather = shards.with_generation
     twins = {
-        ("ppo", "count"): (rules, "count", lambda tokens, rows, micro, group=None: rules.Totals(tokens, rows, micro)),
-        ("grpo", "with_generation"): (shards, "with_generation", lambda row, batch, group: batch),
-        ("reinforce_pp", "moments_of_all"): (rules, "moments_of_all", lambda x, mask=None, group=None: rules.moments(x, mask)),
+        ("ppo", "count"): (rules, "count", lambda *counts_and_group: rules.Totals(*counts_and_group[:3])),
+        ("grpo", "with_generation"): (shards, "with_generation", lambda row, batch, group: gather(row, batch, None)),
+        ("reinforce_pp", "moments_of_all"): (rules, "moments_of_all", lambda x, mask, group: rules.moments(x, mask)),
     }
     errors = {}
     for (name, what), (module, attribute, broken) in twins.items():

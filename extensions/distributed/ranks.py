@@ -99,7 +99,7 @@ def _serve(rank: int, ranks: int, port: int, timeout: float, pipes: Sequence[Con
 
 
 def _start_method() -> str:
-    """forkserver on Linux: torch is imported once and not by each rank, which is most of the time a start takes; else spawn."""
+    """forkserver on Linux: torch is imported once and not by each rank, which is most of what a start costs. Else spawn."""
     if sys.platform != "linux":
         return "spawn"
     # What DistributedDataParallel would import in every rank when the first one is made.
@@ -121,7 +121,7 @@ class Ranks:
         except RuntimeError as problem:
             if "EADDRINUSE" not in str(problem):
                 raise
-            raise RankProblem(f"port {port} of {HOST} is in use by another program; without a port any free one is taken") from None
+            raise RankProblem(f"port {port} of {HOST} is in use; without a port any free one is taken") from None
         # Its lines about ending processes are said in one sentence here.
         logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
         method = _start_method()

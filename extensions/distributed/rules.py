@@ -128,7 +128,7 @@ class Totals(NamedTuple):
 
 
 def count(tokens: int, rows: int, micro_batches: int = 1, group: Group = None) -> Totals:
-    """N, B and the largest M, from each rank's own: N = sum_r n_r, B = sum_r b_r, M = max_r M_r. Before the first backward().
+    """N = sum_r n_r, B = sum_r b_r, M = max_r M_r, from each rank's own counts. Call it before the first backward().
 
     tokens, rows: of all micro-batches of this rank. One all_gather of three whole numbers.
     Raises ValueError on every rank for a negative count or if no rank has a counted token.
@@ -136,10 +136,11 @@ def count(tokens: int, rows: int, micro_batches: int = 1, group: Group = None) -
     each = gather(torch.tensor([tokens, rows, micro_batches], dtype=torch.int64), group)
     if (each < 0).any():
         rank = int((each < 0).any(dim=1).nonzero()[0])
-        raise ValueError(f"count: rank {rank} counts {each[rank].tolist()} (tokens, rows, micro-batches), wanted none below 0")
+        said = each[rank].tolist()
+        raise ValueError(f"count: rank {rank} counts {said} tokens, rows and micro-batches, wanted none below 0")
     n, b, _ = each.sum(dim=0).tolist()
     if not n:
-        raise ValueError(f"count: none of the {len(each)} rank(s) has a counted token: there is nothing to take a mean over")
+        raise ValueError(f"count: none of the {len(each)} rank(s) has a counted token: nothing to take a mean over")
     return Totals(n, b, int(each[:, 2].max()))
 
 
@@ -307,7 +308,8 @@ def whiten(x: Tensor, mask: Tensor | None = None, group: Group = None, ddof: int
     """
     of = moments_of_all(x, mask, group)
     if of.count <= ddof or not math.isfinite(of.M2):
-        raise ValueError(f"whiten: {of.count:.0f} entries over all ranks, sum of squares {of.M2}; wanted at least {ddof + 1}, finite")
+        got = f"{of.count:.0f} entries over all ranks with squares {of.M2}"
+        raise ValueError(f"whiten: got {got}, wanted at least {ddof + 1} entries, all finite")
     white = (x.detach() - of.mean) / (math.sqrt(of.M2 / (of.count - ddof)) + eps)
     return white if mask is None else torch.where(mask, white, 0.0)
 
@@ -338,7 +340,7 @@ class Stop(NamedTuple):
 
 
 def kl_stop(kl_sum: float | Tensor, tokens: int, limit: float, group: Group = None) -> Stop:
-    """stop = (sum_r KL_r / sum_r n_r > limit): the same answer on every rank, or some would leave and others wait for ever.
+    """stop = (sum_r KL_r / sum_r n_r > limit): one answer for all ranks, or some would leave and others wait for ever.
 
     kl_sum: sum over this rank's counted tokens of a KL estimate; tokens: how many. A KL that is NaN stops all.
     """
@@ -347,7 +349,7 @@ def kl_stop(kl_sum: float | Tensor, tokens: int, limit: float, group: Group = No
 
 
 def logged_mean(total: float | Tensor, n: float, group: Group = None) -> float:
-    """sum_r total_r / sum_r n_r: what a log should say. The mean of the ranks' means is another number. NaN without any n."""
+    """sum_r total_r / sum_r n_r, what a log should say; the mean of the ranks' means is another number. NaN without any n."""
     each = gather(torch.tensor([float(total), float(n)], dtype=torch.float64), group)
     total, n = (math.fsum(column) for column in each.T.tolist())
     return total / n if n else math.nan

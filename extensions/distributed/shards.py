@@ -60,7 +60,7 @@ def take(batch: Batch, rows: Tensor) -> Batch:
 
 
 def with_generation(row: Row, batch: Batch, group: Group) -> Batch:
-    """The batch with the rewards, ids, lengths and KL sums of the rows of all ranks, (M,) each, and where its own rows stand.
+    """The batch with rewards, ids, lengths and KL sums of the rows of all ranks, (M,) each, and where its own rows stand.
 
     As `gen_` arrays, from which the advantages are then computed. One exchange of four numbers a row.
     """

@@ -1,4 +1,4 @@
-"""The right rules equal one process over {1, 2, 4}^2; each mistake has its number, and a split in which it cannot be seen."""
+"""The right rules equal one process over {1, 2, 4}^2; each mistake has its number, and a split that hides it."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class Toy(unittest.TestCase):
             errors = {(W, M): rows[(name, W, M)].relative_error for W in SPLITS for M in SPLITS}
             self.assertLess(errors[1, 1], AGREES, f"{name}: one rank with one micro-batch proves nothing")
             self.assertGreater(errors[2, 2], 0.01, f"{name}: 2 x 2 shows every mistake")
-            self.assertTrue(errors[1, 4] < AGREES or errors[4, 1] < AGREES or errors[1, 2] > 0.01, errors)
 
     def test_which_splits_hide_which(self):
         rows, _ = table()
-        hidden = {name: {s for s in ((1, 2), (2, 1)) if rows[(name, *s)].relative_error < AGREES} for name in mistakes.MISTAKES}
+        splits = ((1, 2), (2, 1))
+        hidden = {name: {s for s in splits if rows[(name, *s)].relative_error < AGREES} for name in mistakes.MISTAKES}
         of_ranks, of_micro_batches = {(1, 2)}, {(2, 1)}
         self.assertEqual(hidden, {
             "mean_of_means": set(), "no_micro_division": set(), "local_padded_width": set(),

@@ -100,42 +100,43 @@ RIGHTS: dict[str, Rule] = {
 }
 MISTAKES: dict[str, Rule] = {
     "mean_of_means": Rule(
-        "S / n / M, DDP: the mean of micro-batch means",
+        "S / n / M: a mean of means",
         lambda m: m.S / at_least_one(m.n) / m.M,
     ),
     "local_count": Rule(
-        "S / n_rank, DDP: the tokens of this rank instead of W / N",
+        "S / the tokens of this rank",
         lambda m: m.S / at_least_one(m.of_rank),
     ),
     "forgot_world_size": Rule(
-        "S / N, DDP: DDP takes a mean, so the step is 1/W of the right one",
+        "S / N: DDP divides by W once more",
         lambda m: m.S / m.totals.tokens,
     ),
     "double_division": Rule(
-        "S W / N / M, DDP: N counts all micro-batches already",
+        "S W / N / M: N counts them already",
         lambda m: token_mean(m) / m.M,
     ),
     "no_micro_division": Rule(
-        "S / n, DDP: micro-batch means added up",
+        "S / n: means added up",
         lambda m: m.S / at_least_one(m.n),
     ),
     "local_group_statistics": Rule(
-        "mean and std of a prompt's answers on this rank alone",
+        "a prompt's answers on this rank alone",
         token_mean,
         "group statistics",
         lambda index, held, group: group_advantages(index, held, None),
     ),
     "local_whitening": Rule(
-        "mean and std of this rank's tokens",
+        "tokens of this rank alone",
         token_mean,
         "whitening",
-        lambda index, held, group: whitened(index, held, None),
+        # One token has no spread; a trainer's std of it is NaN, or 0 and a guard: nothing is left of the row either way.
+        lambda index, held, group: whitened(index, held, None) if held.tokens > 1 else torch.zeros(len(index)).double(),
     ),
     "clip_before_reduce": Rule(
-        "each rank's gradient is clipped, then averaged", token_mean, "clipping", clip="before"
+        "ranks clip, then average", token_mean, "clipping", clip="before"
     ),
     "local_padded_width": Rule(
-        "S W / (B C) with the micro-batch's padded width as C",
+        "S W / (B C), C the own padded width",
         lambda m: rules.sum_over_constant(m.S, m.totals, at_least_one(m.width), m.engine),
         "sum over a constant",
     ),

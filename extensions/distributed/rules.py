@@ -349,7 +349,7 @@ def kl_stop(kl_sum: float | Tensor, tokens: int, limit: float, group: Group = No
 
 
 def logged_mean(total: float | Tensor, n: float, group: Group = None) -> float:
-    """sum_r total_r / sum_r n_r, what a log should say; the mean of the ranks' means is another number. NaN without any n."""
+    """sum_r total_r / sum_r n_r, what a log should say; the mean of the ranks' means is another number. NaN for n = 0."""
     each = gather(torch.tensor([float(total), float(n)], dtype=torch.float64), group)
     total, n = (math.fsum(column) for column in each.T.tolist())
     return total / n if n else math.nan

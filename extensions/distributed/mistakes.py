@@ -120,7 +120,7 @@ MISTAKES: dict[str, Rule] = {
         lambda m: m.S / at_least_one(m.n),
     ),
     "local_group_statistics": Rule(
-        "a prompt's answers on this rank alone",
+        "a prompt on this rank alone",
         token_mean,
         "group statistics",
         lambda index, held, group: group_advantages(index, held, None),

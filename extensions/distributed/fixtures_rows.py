@@ -172,7 +172,9 @@ def errors_over_the_grid(rank: Rank, names: list[str]) -> dict[str, float]:
 
 
 def errors_of_rows(rank: Rank, names: list[str], M: int) -> dict[str, float]:
-    return {name: error_of_gradient(name, rank.group, M) for name in names}
+    """The same on two ranks alone."""
+    group = rank.group_of(2)
+    return {} if group is None else {name: error_of_gradient(name, group, M) for name in names}
 
 
 def errors_of_twins(rank: Rank, M: int) -> dict[str, float]:
@@ -210,8 +212,7 @@ def trained(name: str, group: object, M: int, steps: int, dtype: torch.dtype = t
     return torch.cat([p.detach().flatten() for p in policy.parameters()])
 
 
-def errors_of_training(rank: Rank, names: list[str], M: int, steps: int) -> dict[str, float]:
-    """Row -> the largest difference of a parameter after training on these ranks and on one process."""
-    return {
-        name: (trained(name, rank.group, M, steps) - trained(name, None, 1, steps)).abs().max().item() for name in names
-    }
+def parameters_after(rank: Rank, names: list[str], M: int, steps: int) -> dict[str, Tensor]:
+    """Row -> all parameters after training on these ranks; on rank 0 also "row, one process"."""
+    after = {name: trained(name, rank.group, M, steps) for name in names}
+    return after | ({f"{name}, one process": trained(name, None, 1, steps) for name in names} if not rank.rank else {})

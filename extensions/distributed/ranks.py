@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -33,6 +34,7 @@ from extensions.distributed.watch import DEAD, RankProblem, Watch
 
 HOST = "127.0.0.1"
 TIMEOUT = 15.0  # seconds a rank waits for another one
+START_TIMEOUT = 60.0  # the same, while ranks are started
 GRACE = 1.0  # seconds in which a death that explains a failure may still be noticed
 
 
@@ -62,7 +64,9 @@ class Rank:
 def _connect(store: dist.Store, rank: int, ranks: int, timeout: float) -> Rank:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    watch = Watch(dist.PrefixStore("watch", store), rank, ranks, timeout)
+    watch = Watch(dist.PrefixStore("watch", store), rank, ranks, START_TIMEOUT)
+    watch.meet("the start")  # on a busy machine one rank imports torch long before another
+    watch.timeout = timeout
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore("gloo", store),
@@ -80,7 +84,7 @@ def _serve(rank: int, ranks: int, port: int, timeout: float, pipes: Sequence[Con
     """What each process does: connect, then one job after another until None comes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends its ranks
     pipe = pipes[rank]
-    store = dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=timeout))
+    store = dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=START_TIMEOUT))
     here = _connect(store, rank, ranks, timeout)
     pipe.send_bytes(pickle.dumps(("done", None)))
     with contextlib.suppress(EOFError):  # the parent is gone
@@ -104,7 +108,22 @@ def _start_method() -> str:
         return "spawn"
     # What DistributedDataParallel would import in every rank when the first one is made.
     multiprocessing.set_forkserver_preload(["extensions.distributed.ranks", "torch._dynamo"])
+    with _deaf_to_ctrl_c():
+        multiprocessing.forkserver.ensure_running()
     return "forkserver"
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """A process started inside ignores Ctrl-C from its first moment, also while it imports; its parent ends it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Ranks:
@@ -137,7 +156,7 @@ class Ranks:
         )
         for end in theirs:
             end.close()
-        self._answers("start", max(timeout, 60.0))  # importing torch on a busy machine takes a while
+        self._answers("start", START_TIMEOUT)
 
     def __enter__(self) -> Ranks:
         return self

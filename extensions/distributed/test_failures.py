@@ -14,8 +14,8 @@ from extensions.distributed import fixtures
 from extensions.distributed.ranks import HOST, Ranks
 from extensions.distributed.watch import RankProblem
 
-TIMEOUT = 1.0  # seconds a rank waits for another one
-LIMIT = 30.0  # seconds the parent waits for a job
+TIMEOUT = 3.0  # seconds a rank waits for another one
+LIMIT = 60.0  # seconds the parent waits for a job
 
 
 BATCHES = [[[1.0, 2.0], [3.0]], [[4.0]]]  # of two ranks; the token mean of x w has the gradient (1 + 2 + 3 + 4) / 4 = 2.5
@@ -36,8 +36,9 @@ CASES = {
 
 def sentence_of(count, job, *arguments):
     """What a job ends with; all its processes are gone then."""
+    ranks = Ranks(count, timeout=TIMEOUT)
     try:
-        with Ranks(count, timeout=TIMEOUT) as ranks:
+        with ranks:
             results = ranks.run(job, *arguments, timeout=LIMIT)
     except RankProblem as problem:
         alive = [process.pid for process in ranks.processes.processes if process.is_alive()]

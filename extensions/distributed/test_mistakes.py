@@ -90,16 +90,19 @@ class Objectives(unittest.TestCase):
         names = fixtures_rows.covered_rows()
         self.assertGreater(len(names), 60)
         for name, error in run(fixtures_rows.errors_of_rows, [*names, "ipo", "cdpo"], 2)[0].items():
-            self.assertLess(error, AGREES, f"{name}: 4 ranks, 2 micro-batches")
+            self.assertLess(error, AGREES, f"{name}: 2 ranks, 2 micro-batches")
 
     def test_twins_that_look_at_one_rank_are_caught(self):
         for twin, error in run(fixtures_rows.errors_of_twins, 2)[0].items():
             self.assertGreater(error, 1e-3, f"{twin} over one rank alone, and the comparison does not see it")
 
     def test_parameters_after_twenty_steps(self):
-        for errors in run(fixtures_rows.errors_of_training, self.NAMED, 2, 20):
-            for name, error in errors.items():
-                self.assertLess(error, AGREES, f"{name}: {RANKS} ranks, 2 micro-batches, 20 steps of SGD under DDP")
+        after = run(fixtures_rows.parameters_after, self.NAMED, 2, 20)
+        for name in self.NAMED:
+            wanted = after[0][f"{name}, one process"]
+            for rank in range(RANKS):
+                error = (after[rank][name] - wanted).abs().max().item()
+                self.assertLess(error, AGREES, f"{name}, rank {rank} of {RANKS}, 2 micro-batches, 20 steps of SGD under DDP")
 
     def test_rows_that_are_not_covered_say_why(self):
         from extensions.distributed.shards import check_row

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from extensions.distributed import mistakes, rules
+from extensions.distributed import cost, mistakes, rules
 from extensions.distributed.ranks import Rank
 
 UPDATES = 3
@@ -164,6 +166,26 @@ def reduced_with_a_missing_gradient(rank: Rank) -> tuple[list[float], list[float
     (b if rank.rank == 0 else a).grad = torch.full((2,), float(rank.rank + 1))
     rules.reduce_gradients([a, b], rank.group)
     return a.grad.tolist(), b.grad.tolist()
+
+
+def reductions_of_ddp(rank: Rank, M: int, no_sync: bool) -> list[int]:
+    """Bytes of every reduction that DDP makes in M backward passes of a model of 6 float64 parameters."""
+    model = DistributedDataParallel(torch.nn.Linear(6, 1, bias=False, dtype=torch.float64), process_group=rank.group)
+    seen: list[int] = []
+
+    def hook(state, bucket):
+        seen.append(bucket.buffer().nbytes)
+        return default_hooks.allreduce_hook(rank.group, bucket)
+
+    model.register_comm_hook(None, hook)
+    for m in range(M):
+        with model.no_sync() if no_sync and m < M - 1 else contextlib.nullcontext():
+            model(torch.ones(1, 6, dtype=torch.float64)).sum().backward()
+    return seen
+
+
+def calls_of_rules(rank: Rank, load: cost.Load) -> dict[str, list]:
+    return {name: cost.counted(name, load, rank.group) for name in cost.UPDATES}
 
 
 def complaints(rank: Rank) -> list[str]:

@@ -156,13 +156,17 @@ class Ranks:
         )
         for end in theirs:
             end.close()
-        self._answers("start", START_TIMEOUT)
+        try:
+            self._answers("start", START_TIMEOUT)
+        except KeyboardInterrupt:
+            self.close(kill=True)
+            raise
 
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, *about: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *about: object) -> None:
+        self.close(kill=kind is not None)
 
     def run(self, job: Callable, *arguments: object, timeout: float | None = None) -> list:
         """job(rank, *arguments) on every rank; their results. `timeout`: seconds for the job, waits inside are shorter.

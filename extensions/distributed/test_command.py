@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 import unittest
 from pathlib import Path
 
@@ -94,30 +92,6 @@ class AsAProgram(unittest.TestCase):
         self.assertEqual(program.returncode, 0, err)
         self.assertEqual(out.count("mean_of_means"), 1, "rank 0 prints, and no other")
         self.assertRegex(out, "(?m)^mean_of_means +0.1405 +0.9960")
-
-    def test_ctrl_c_ends_all_in_one_line(self):
-        with started("-m", "extensions.distributed", "--ranks", "2") as program:
-            ranks = []
-            while program.poll() is None and len(ranks) < 2:
-                ranks = grandchildren(program.pid)
-                time.sleep(0.01)
-            program.send_signal(signal.SIGINT)
-            out, err = program.communicate(timeout=LIMIT)
-        self.assertEqual((program.returncode, out), (130, ""), err)
-        self.assertEqual(len(err.splitlines()), 1, err)
-        for pid in ranks:
-            self.assertFalse(Path(f"/proc/{pid}").exists(), "a rank is left behind")
-
-
-def grandchildren(pid: int) -> list[int]:
-    """Processes that a child of this one has started (the fork server's are the ranks)."""
-
-    def children(of: int) -> list[int]:
-        with contextlib.suppress(OSError):
-            return [int(word) for word in Path(f"/proc/{of}/task/{of}/children").read_text().split()]
-        return []
-
-    return [one for child in children(pid) for one in children(child)]
 
 
 if __name__ == "__main__":

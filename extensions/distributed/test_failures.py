@@ -5,8 +5,10 @@ No test looks at a clock: where a rank would hang for ever, that the call return
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import threading
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +16,7 @@ from extensions.distributed import fixtures
 from extensions.distributed.ranks import HOST, Ranks
 from extensions.distributed.watch import RankProblem
 
-TIMEOUT = 3.0  # seconds a rank waits for another one
+TIMEOUT = 2.0  # seconds a rank waits for another one
 LIMIT = 60.0  # seconds the parent waits for a job
 
 
@@ -83,6 +85,14 @@ class Failures(unittest.TestCase):
 
     def test_a_slow_rank_is_said_to_live(self):
         self.check("slow", "rank 1 is still at 'scoring'")
+
+    def test_ctrl_c_ends_all(self):
+        ranks = Ranks(2, timeout=TIMEOUT)
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        with self.assertRaises(KeyboardInterrupt), ranks:
+            timer.start()
+            ranks.run(fixtures.sleeps, 0, 60.0, timeout=LIMIT)
+        self.assertEqual([process.is_alive() for process in ranks.processes.processes], [False, False])
 
     def test_a_rank_that_raises(self):
         self.check("raises", "rank 1: ValueError: reward server said no")

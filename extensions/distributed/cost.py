@@ -2,7 +2,7 @@
 
 A new rule is an entry of UPDATES; `counted` runs it with Counted groups and looks at what was called.
 
-What a rank puts in, in bytes (W ranks, M micro-batches, R rows of the rank with the most, T tokens, P parameters of 8 bytes):
+What a rank puts in, in bytes; W ranks, M micro-batches, R rows of the rank with the most, T tokens, P parameters of 8 bytes:
 
     rule                                collectives     bytes a rank puts in    grows with
     counts N, B, M                      1 all_gather    24                      nothing
@@ -17,8 +17,8 @@ What a rank puts in, in bytes (W ranks, M micro-batches, R rows of the rank with
 An all_gather of b bytes brings each rank W b, a ring all_reduce of b bytes moves 2 (W - 1) / W b in and out of each: the
 first grows with W, the second hardly. No rule sends anything that grows with T.
 
-At scale, by `seconds` below: 7e9 parameters, gradients of 2 bytes, 50 GB/s in and out of each rank, 10 microseconds a message,
-64 rows a rank. Assumptions, not measurements; what they cannot change is the order of magnitude between the lines.
+At scale, by `seconds` below: 7e9 parameters, gradients of 2 bytes, 50 GB/s in and out of each rank, 10 microseconds a
+message, 64 rows a rank. Assumptions, not measurements; what they cannot change is the order of magnitude between the lines.
 
     part of an update       8 ranks   64 ranks  1024 ranks
     gradient, reduced once   0.49 s     0.55 s      0.58 s
@@ -131,6 +131,7 @@ def scale_table() -> str:
         **{name: counted(name, load) for name in ("counts", "group statistics", "whitening", "KL stop")},
     }
     rows = [
-        [name, *(f"{sum(seconds(call, ranks) for call in calls):.2g} s" for ranks in SCALES)] for name, calls in parts.items()
+        [name, *(f"{sum(seconds(call, ranks) for call in calls):.2g} s" for ranks in SCALES)]
+        for name, calls in parts.items()
     ]
     return format_table(["part of an update", *(f"{ranks} ranks" for ranks in SCALES)], rows)

@@ -177,8 +177,9 @@ def sums(numerator: Tensor, engine: Engine = Engine()) -> Tensor:
 def zero_loss(parameters: Iterable[Tensor]) -> Tensor:
     """A loss of 0 whose backward() gives every parameter a gradient of zeros: how an empty micro-batch joins.
 
-    sum over parameters of the sum of no elements; not 0 * p, which is NaN where p is infinite. Under DDP send a batch of no
-    rows through the model where it takes one, so that its forward has run.
+    sum over parameters of the sum of no elements; not 0 * p, which is NaN where p is infinite. For a reduction by hand. Under
+    DDP send a batch of no rows through the model instead: its forward takes part in collectives, too, and the other ranks
+    would wait for it.
     """
     return torch.stack([p.flatten()[:0].sum() for p in parameters if p.requires_grad]).sum()
 
@@ -186,7 +187,8 @@ def zero_loss(parameters: Iterable[Tensor]) -> Tensor:
 def padded(micro_batches: Sequence[Item], totals: Totals) -> Iterator[Item | None]:
     """This rank's micro-batches, then None up to the largest M: a rank with fewer takes zero_loss for the others.
 
-    Every rank then calls backward() the same number of times, which engines that reduce in each of them rely on.
+    Every rank then calls backward() the same number of times, which engines that reduce in each of them rely on. Under DDP
+    a batch of no rows stands in for None, see zero_loss.
     """
     yield from micro_batches
     for _ in range(totals.micro_batches - len(micro_batches)):

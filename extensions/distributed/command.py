@@ -10,7 +10,7 @@ from typing import Sequence
 
 from extensions.distributed import mistakes, toy
 from extensions.distributed.mistakes import AGREES, MISTAKES, NAMES, SPLITS, Measured
-from extensions.distributed.ranks import TIMEOUT, Rank, Ranks, torchrun_rank, torchrun_ranks
+from extensions.distributed.ranks import TIMEOUT, Rank, Ranks, speak_once, torchrun_rank, torchrun_ranks
 from extensions.distributed.watch import RankProblem
 from rl_lab import LabParser, check_writable, format_table, is_terminal, json_text, one_line, path_argument, replace_files
 
@@ -155,6 +155,7 @@ def finish(measured: tuple[list[Measured], list[Measured]], grid: bool, path: Pa
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
+    speak_once(parser)
     arguments = parser.parse_args(argv)
     started = torchrun_ranks()
     if started and "ranks" in arguments.given and arguments.ranks != started:

@@ -11,6 +11,7 @@ all of them, and RankProblem says which one it was. The engine is torch.distribu
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import multiprocessing
@@ -239,6 +240,12 @@ def torchrun_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", 0)) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
+def speak_once(parser: argparse.ArgumentParser) -> None:
+    """Of torchrun's ranks, which all have the same flags, only rank 0 says what is wrong with them; all end with 2."""
+    if torchrun_ranks() and os.environ.get("RANK", "0") != "0":
+        parser.error = lambda message: parser.exit(2)
+
+
 @contextlib.contextmanager
 def torchrun_rank(timeout: float = TIMEOUT) -> Iterator[Rank]:
     """This process as one of torchrun's ranks. A RankProblem leaves one line on stderr, from the first rank that sees it."""
@@ -249,6 +256,8 @@ def torchrun_rank(timeout: float = TIMEOUT) -> Iterator[Rank]:
         yield here
         here.watch.meet("the end")
     except RankProblem as problem:
+        if here is not None:
+            here.watch.end_silent()
         # All ranks notice; the first one speaks.
         first = here is None or here.watch.store.add("spoken", 1) == 1
         raise SystemExit(f"rank {rank}: {' '.join(str(problem).split())}" if first else 1) from None

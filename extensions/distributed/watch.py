@@ -15,6 +15,9 @@ Errors: RankProblem, whose text is one line. Source of the store, its waits and 
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -46,7 +49,9 @@ class Watch:
         self.store, self.rank, self.ranks, self.timeout = store, rank, ranks, timeout
         self.store.set_timeout(timedelta(seconds=timeout))
         self.visits: dict[str, int] = {}
+        self.stood_still: list[int] = []  # ranks that were found silent
         self._closed = threading.Event()
+        self.store.set(f"process/{rank}", f"{os.getpid()} {platform.node()}")
         self.at("started")
         if ranks > 1:
             threading.Thread(target=self._beat, args=(store.clone(),), daemon=True).start()
@@ -135,7 +140,16 @@ class Watch:
         before = [self.store.add(f"beat/{rank}", 0) for rank in range(self.ranks)]
         time.sleep(SILENT_SECONDS)
         after = [self.store.add(f"beat/{rank}", 0) for rank in range(self.ranks)]
-        return [rank for rank in range(self.ranks) if rank != self.rank and before[rank] == after[rank]]
+        self.stood_still = [r for r in range(self.ranks) if r != self.rank and before[r] == after[r]]
+        return self.stood_still
+
+    def end_silent(self) -> None:
+        """Kill the ranks of this machine that were found silent: a stopped process answers no other signal."""
+        for rank in self.stood_still:
+            pid, host = self.store.get(f"process/{rank}").decode().split(" ", 1)
+            if host == platform.node():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
 
     def _missing(self, place: str, absent: Sequence[int]) -> str:
         places = self._places(range(self.ranks))

@@ -114,7 +114,7 @@ def join(prompts: Prompts, responses: Tensor) -> Sequences:
 
 
 class Split(NamedTuple):
-    """Rows over ranks: `unit` neighbours, a group of answers, stay on one rank. Every rank holds the whole batch in the end."""
+    """Rows over ranks: `unit` neighbours, a group of answers, stay on one rank. In the end every rank holds all rows."""
 
     group: object  # a process group of torch.distributed
     unit: int = 1
@@ -137,7 +137,7 @@ class Split(NamedTuple):
 
 
 def _drawn(probabilities: Tensor, generator: torch.Generator, split: Split | None, rows: int) -> Tensor:
-    """One token of each row, [N, V] -> [N]. With `split`: argmax p / E, E exponential noise of all rows: multinomial's own way."""
+    """One token of each row, [N, V] -> [N]. With `split` argmax p / E, E exponential noise of all rows, as multinomial does."""
     if split is None:
         return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
     noise = torch.empty(rows, probabilities.shape[1], dtype=probabilities.dtype).exponential_(1, generator=generator)

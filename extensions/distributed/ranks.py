@@ -63,7 +63,9 @@ class Rank:
 
 
 def _connect(store: dist.Store, rank: int, ranks: int, timeout: float) -> Rank:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    of_this_machine = os.environ.get("LOCAL_WORLD_SIZE", str(ranks)) == str(ranks)  # torchrun says how many
+    if of_this_machine and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or gloo asks the name of this machine for its address
     torch.set_num_threads(1)
     watch = Watch(dist.PrefixStore("watch", store), rank, ranks, START_TIMEOUT)
     watch.meet("the start")  # on a busy machine one rank imports torch long before another

@@ -55,18 +55,13 @@ def train(
     row before (each round reports its last pass) and NaN where there is nothing to average; counts are cumulative; `seconds`
     is the only entry that differs between equal runs; it goes into the JSON, not into the CSV.
 
-    rank: this process as one of several that train together (extensions.distributed.ranks); each calls train alike, and all
-    end with the same policy and history. The numbers are those of one process up to rounding.
-
+    rank: this process as one of several that train together (extensions.distributed.ranks); each calls train alike.
     settings: fields of TinySettings. Global random state, default dtype and thread count stay as they were.
     Raises ValueError for unknown names, settings out of range, a mistake without effect on this algorithm, or a DPO without
     pairs; FloatingPointError when a loss or gradient is not finite.
     """
     check_names(algorithm, verifier, objective, mistake)
-    stage = prepared(algorithm, start, verifier, objective, mistake, settings)
-    if rank is not None and rank.ranks > 1:
-        check_ranks(stage, rank.ranks)
-        stage.rank = rank
+    stage = prepared(algorithm, start, verifier, objective, mistake, settings, rank)
     held_out = draw_prompts(
         stage.settings.evaluation_prompts, torch.Generator().manual_seed(stage.settings.seed + 1), held_out=True
     )
@@ -110,6 +105,7 @@ def prepared(
     objective: str | None,
     mistake: str | None,
     changes: dict[str, float],
+    rank: Rank | None = None,
 ) -> Stage:
     """Settings with the algorithm's own numbers filled in, the two models, the generator and the verifier's prompts."""
     row = objective_row(algorithm, objective, changes.get("kl", None if objective else TinySettings.kl))
@@ -129,9 +125,13 @@ def prepared(
     policy = copy.deepcopy(reference).requires_grad_(True)
     public = draw_prompts(settings.public_tests, generator, held_out=False) if verifier == "public-tests" else None
     counts = dict.fromkeys(("optimizer_steps", "samples", "tokens", "pair_presentations"), 0)
-    return Stage(
+    stage = Stage(
         algorithm, settings, policy, reference, generator, verifier, public, row, mistake, counts, method.final_rate
     )
+    if rank is not None and rank.ranks > 1:
+        check_ranks(stage, rank.ranks)
+        stage.rank = rank
+    return stage
 
 
 def check_ranks(stage: Stage, ranks: int) -> None:

@@ -86,6 +86,7 @@ def _connect(store: dist.Store, rank: int, ranks: int, timeout: float) -> Rank:
 def _serve(rank: int, ranks: int, port: int, timeout: float, pipes: Sequence[Connection]) -> None:
     """What each process does: connect, then one job after another until None comes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends its ranks
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     pipe = pipes[rank]
     store = dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=START_TIMEOUT))
     here = _connect(store, rank, ranks, timeout)
@@ -127,6 +128,12 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _end_with_the_parent() -> None:
+    """A rank whose parent was killed, or interrupted while it started ranks, would wait for the others."""
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 class Ranks:

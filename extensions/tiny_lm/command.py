@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Iterator, Sequence
 
+from extensions.distributed.ranks import Rank, speak_once, torchrun_rank, torchrun_ranks
 from extensions.tiny_lm.files import paths_of, save
 from extensions.tiny_lm.methods import METHODS, objective_row, own_steps
 from extensions.tiny_lm.stage import MISTAKES, TinySettings
@@ -24,6 +25,9 @@ examples:
   python -m extensions.tiny_lm --algorithm all
   python -m extensions.tiny_lm --algorithm grpo --objective dr_grpo --output results-dr-grpo
   python plot_results.py --input results-tiny-lm --output tiny-lm.svg
+
+on several processes, with the answers and, up to rounding, the steps of one
+  torchrun --standalone --nproc-per-node 2 -m extensions.tiny_lm --algorithm grpo
 
 a reward that can be cheated: full reward, accuracy 0; then the same held back by the KL to the reference
   python -m extensions.tiny_lm --algorithm grpo --verifier sorted-only --kl 0 --output results-hacked
@@ -113,7 +117,21 @@ def remarks(run: TrainingRun) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
+    speak_once(parser)
     arguments = parser.parse_args(argv)
+    if torchrun_ranks() < 2:
+        run(parser, arguments, None)
+        return
+    with torchrun_rank() as rank:
+        flags = {name: value for name, value in vars(arguments).items() if name in arguments.given}
+        rank.watch.agree("flags", " ".join(f"{name}={value}" for name, value in sorted(flags.items())) or "none")
+        with rank.watch.collectives("the start of the training"):
+            run(parser, arguments, rank)
+
+
+def run(parser: LabParser, arguments: argparse.Namespace, rank: Rank | None) -> None:
+    """The command on one process, or as one rank of several: rank 0 writes, prints and shows progress."""
+    speaks = rank is None or rank.rank == 0
     settings = {name: value for name, value in chosen_settings(arguments, TinySettings).items() if value is not None}
     named = arguments.algorithm
     if named == "all" and (arguments.mistake or arguments.objective):
@@ -131,38 +149,44 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as problem:
         parser.error(f"argument --{problem}")
     paths = [path for name in algorithms for path in paths_of(arguments.output, name).values()]
-    check_writable(paths, expected_bytes=500_000)
+    if speaks:
+        check_writable(paths, expected_bytes=500_000)
+    keep = save if speaks else lambda *nothing: None
+    shown = progress if speaks else lambda *nothing: None
 
     shared = {name: settings[name] for name in ("seed", "max_gradient_norm", "demonstrations", "evaluation_prompts")}
     if named in ("sft", "all"):
         own = settings if named == "sft" else {**shared, "evaluate_every": settings["evaluate_every"]}
         start = train(
-            "sft", mistake=arguments.mistake if named == "sft" else None, on_step=progress("sft", own), **own
+            "sft", mistake=arguments.mistake if named == "sft" else None, on_step=shown("sft", own), rank=rank, **own
         )
-        save(arguments.output, start, start)
+        keep(arguments.output, start, start)
         runs = [start]
     else:
         # The supervised start is always right: a mistake is made in the training that was named.
-        start = train("sft", on_step=progress("sft", shared), **shared, evaluate_every=METHODS["sft"].steps)
+        on_step = shown("sft", shared)
+        start = train("sft", on_step=on_step, rank=rank, **shared, evaluate_every=METHODS["sft"].steps)
         runs = []
     for algorithm in algorithms:
         if algorithm == "sft":
             continue
         try:
-            run = train(
+            trained = train(
                 algorithm,
                 start.policy,
                 verifier=arguments.verifier,
                 objective=arguments.objective,
                 mistake=arguments.mistake,
-                on_step=progress(algorithm, settings, arguments.verifier),
+                on_step=shown(algorithm, settings, arguments.verifier),
+                rank=rank,
                 **settings,
             )
         except ValueError as problem:  # found by sampling, after other trainings may have been written
             raise FileProblem(f"{algorithm}: {problem}") from problem
-        save(arguments.output, run, start)
-        runs.append(run)
-    print_report(arguments, settings, runs)
+        keep(arguments.output, trained, start)
+        runs.append(trained)
+    if speaks:
+        print_report(arguments, settings, runs)
 
 
 def print_report(arguments: argparse.Namespace, settings: dict[str, float], runs: Sequence[TrainingRun]) -> None:

@@ -53,13 +53,16 @@ def token_advantages(
 def ppo(stage: Stage) -> Iterator[Diagnostics]:
     """PPO-Clip with a token-level critic, a second transformer that starts from the policy's body with a zero output."""
     settings, policy = stage.settings, stage.policy
-    critic = Decoder(1, stage.generator)
+    critic = Decoder(1, stage.generator).to(policy.output.weight.dtype)
     body = {name: weight for name, weight in policy.state_dict().items() if not name.startswith("output.")}
     critic.load_state_dict(body, strict=False)
     torch.nn.init.zeros_(critic.output.weight)
 
+    def of_rows(sequences: Sequences) -> tuple[Tensor]:
+        return (critic(sequences.input_ids, stage.masks(sequences)[0])[:, PROMPT_LENGTH - 1 : -1, 0],)
+
     def values_of(sequences: Sequences) -> Tensor:
-        return critic(sequences.input_ids, stage.masks(sequences)[0])[:, PROMPT_LENGTH - 1 : -1, 0]
+        return stage.over_ranks(of_rows, sequences)[0]
 
     actor_optimizer, critic_optimizer = Adam(policy.parameters(), 0.0), Adam(critic.parameters(), 0.0)
     for step in stage.rounds(actor_optimizer, critic_optimizer):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from extensions.distributed import rules
 from extensions.tiny_lm.task import EOS, PAD, PROMPT_LENGTH, RESPONSE_LENGTH, VOCABULARY, Prompts, written
 from rl_lab import action_logps
 
@@ -112,16 +113,70 @@ def join(prompts: Prompts, responses: Tensor) -> Sequences:
     )
 
 
+class Split(NamedTuple):
+    """Rows over ranks: `unit` neighbours, a group of answers, stay on one rank. In the end every rank holds all rows."""
+
+    group: object  # a process group of torch.distributed
+    unit: int = 1
+
+    def own(self, rows: int) -> slice:
+        """This rank's part of so many rows."""
+        unit = self.unit if rows % self.unit == 0 else 1
+        part = rules.share(rows // unit, rules.rank_in(self.group), rules.world_size(self.group))
+        return slice(part.start * unit, part.stop * unit)
+
+    def join(self, own: Tensor) -> Tensor:
+        """The rows of all ranks in order. Gradient: through this rank's rows alone, so gradients add up over ranks."""
+        joined, where = rules.gather_rows(own.detach().to(torch.uint8 if own.dtype == torch.bool else own.dtype), self.group)
+        joined = joined.to(own.dtype)
+        return torch.cat([joined[: where.start], own, joined[where.stop :]]) if own.requires_grad else joined
+
+    def any(self, flags: Tensor) -> bool:
+        """Whether any flag of any rank is set."""
+        return bool(rules.gather(flags.any().to(torch.uint8), self.group).any())
+
+
+def _drawn(probabilities: Tensor, generator: torch.Generator, split: Split | None, rows: int) -> Tensor:
+    """One token of each row, [N, V] -> [N]. With `split` argmax p / E, E exponential noise of all rows, as multinomial does."""
+    if split is None:
+        return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+    noise = torch.empty(rows, probabilities.shape[1], dtype=probabilities.dtype).exponential_(1, generator=generator)
+    return (probabilities / noise[split.own(rows)]).argmax(dim=-1)
+
+
 @torch.no_grad()
 def generate(
-    policy: Decoder, prompts: Prompts, generator: torch.Generator | None, temperature: float = 1.0
+    policy: Decoder,
+    prompts: Prompts,
+    generator: torch.Generator | None,
+    temperature: float = 1.0,
+    split: Split | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Let the policy answer each prompt: one token at a time, with a key-value cache, until all rows have written EOS.
 
     generator None takes the likeliest token (greedy) instead of sampling.
     -> responses [N, R], PAD after EOS; token_logps [N, R] under the policy's own softmax, 0 after EOS. At another
     temperature than 1 these are not the log-probabilities of the distribution that was sampled from.
+
+    With `split` this rank answers its own rows alone, and hands and gets the others. Every rank draws the noise of all rows
+    from the same generator, so that the answers are those of one process, however many ranks there are.
     """
+    if split is not None:
+        own = split.own(len(prompts.ids))
+        responses, token_logps = _answers(policy, prompts.take(own), generator, temperature, split, len(prompts.ids))
+        return split.join(responses), split.join(token_logps)
+    return _answers(policy, prompts, generator, temperature, None, len(prompts.ids))
+
+
+def _answers(
+    policy: Decoder,
+    prompts: Prompts,
+    generator: torch.Generator | None,
+    temperature: float,
+    split: Split | None,
+    rows: int,
+) -> tuple[Tensor, Tensor]:
+    """generate for these prompts; with `split` they are this rank's part of `rows`."""
     cache = policy.empty_cache()
     count = len(prompts.ids)
     responses = torch.full((count, RESPONSE_LENGTH), PAD)
@@ -133,11 +188,12 @@ def generate(
         if generator is None:
             token = logits.argmax(dim=-1)
         else:
-            token = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator).squeeze(1)
+            probabilities = (logits / temperature).softmax(dim=-1)
+            token = _drawn(probabilities, generator, split, rows)
         responses[:, t] = token.masked_fill(~running, PAD)
         token_logps[:, t] = action_logps(logits, token).masked_fill(~running, 0.0)
         running = running & (token != EOS)
-        if not running.any():
+        if not (running.any() if split is None else split.any(running)):
             break
         ids, attention_mask = responses[:, t : t + 1], torch.cat([attention_mask, running.unsqueeze(1)], dim=1)
     return responses, token_logps

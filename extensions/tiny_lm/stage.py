@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Iterator, NamedTuple
+from typing import TYPE_CHECKING, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
 
+from extensions.distributed import rules
 from extensions.objectives import Row
-from extensions.tiny_lm.model import Decoder, Sequences, generate, join
+from extensions.tiny_lm.model import Decoder, Sequences, Split, generate, join
 from extensions.tiny_lm.task import PAD, PROMPT_LENGTH, Prompts, draw_prompts, rewards, written
 from rl_lab import Adam, Range, Settings, descend, response_token_logps, setting
+
+if TYPE_CHECKING:
+    from extensions.distributed.ranks import Rank
 
 # ------------------------------------------------------------------------------------------ settings
 
@@ -126,6 +130,7 @@ class Stage:
     mistake: str | None
     counts: dict[str, int]
     final_rate: float = 0.0  # share of the learning rate that is left at the end
+    rank: Rank | None = None  # of several that train together, each on its rows; None: one process
 
     def __post_init__(self) -> None:
         if self.mistake == "dropout":
@@ -136,6 +141,8 @@ class Stage:
         """The rounds 1..steps; the learning rate falls linearly to the method's share of its start."""
         steps, final = self.settings.steps, self.final_rate
         for step in range(1, steps + 1):
+            if self.rank is not None:
+                self.rank.watch.meet(f"{self.algorithm}, round {step}")
             for optimizer in optimizers:
                 optimizer.lr = self.settings.learning_rate * (1 - (1 - final) * (step - 1) / steps)
             yield step
@@ -143,6 +150,8 @@ class Stage:
     def update(self, loss: Tensor, optimizer: Adam, step: int) -> float:
         """One optimizer step; returns the gradient norm before clipping."""
         self.counts["optimizer_steps"] += 1
+        if self.rank is not None:
+            loss = summed_over_ranks(loss, optimizer.parameters, self.rank.group)
         return descend(loss, optimizer, self.settings.max_gradient_norm, f"{self.algorithm}, round {step}")
 
     def draw(self, count: int) -> Prompts:
@@ -156,7 +165,8 @@ class Stage:
         prompts = self.draw(count).repeat(group_size)
         temperature = 0.5 if self.mistake == "sample-cold" else 1.0
         parts = [prompts.take(slice(first, first + 1024)) for first in range(0, len(prompts.ids), 1024)]  # bounds the memory
-        generated = [generate(self.policy, part, self.generator, temperature) for part in parts]
+        split = None if self.rank is None else Split(self.rank.group, group_size)
+        generated = [generate(self.policy, part, self.generator, temperature, split) for part in parts]
         responses, old_logps = (torch.cat(column) for column in zip(*generated))
         self.counts["samples"] += len(responses)
         self.counts["tokens"] += int(written(responses).sum())
@@ -169,7 +179,22 @@ class Stage:
         return rewards(self.verifier, prompts, generate(self.policy, prompts, None)[0])
 
     def score(self, model: Decoder, sequences: Sequences) -> Scored:
-        """The training pass: log-probability of every token that the policy wrote. Gradient: to the model."""
+        """The training pass: log-probability of every token that the policy wrote. Gradient: to the model.
+
+        Of several ranks each computes its own rows and hands them to the others: what follows sees the whole batch, so that
+        no denominator or statistic depends on the split, and the gradient goes through the own rows.
+        """
+        return Scored(*self.over_ranks(lambda rows: self._score(model, rows), sequences))
+
+    def over_ranks(self, compute: Callable[[Sequences], tuple[Tensor, ...]], sequences: Sequences) -> tuple[Tensor, ...]:
+        """compute(sequences), row by row; on several ranks each computes its part."""
+        if self.rank is None:
+            return compute(sequences)
+        grouped = self.row is not None  # an answer's group is its neighbours
+        split = Split(self.rank.group, self.settings.group_size if grouped else 1)
+        return tuple(split.join(part) for part in compute(sequences.take(split.own(len(sequences.input_ids)))))
+
+    def _score(self, model: Decoder, sequences: Sequences) -> Scored:
         attention_mask, response_mask = self.masks(sequences)
         logits = model(sequences.input_ids, attention_mask)
         logps, counted = response_token_logps(logits, sequences.input_ids, response_mask)
@@ -186,6 +211,20 @@ class Stage:
             # An answer that is nothing but EOS would be left without a token, which the atoms refuse.
             response_mask = torch.where(without_eos.any(dim=1, keepdim=True), without_eos, response_mask)
         return attention_mask, response_mask
+
+
+def summed_over_ranks(loss: Tensor, parameters: Sequence[Tensor], group: object) -> Tensor:
+    """A loss of the same value whose gradient is the SUM over ranks of this one's.
+
+    The loss of every rank is that of the whole batch, its gradient goes through the rank's own rows alone: so the sum is the
+    gradient of one process, and nothing is divided. loss + sum g (p - sg[p]), g the reduced gradient.
+    """
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    reduced = [torch.zeros_like(parameter, requires_grad=True) for parameter in parameters]
+    for parameter, gradient in zip(reduced, gradients):
+        parameter.grad = gradient.contiguous()
+    rules.reduce_gradients(reduced, group)
+    return loss.detach() + sum((p.grad * (q - q.detach())).sum() for p, q in zip(reduced, parameters))
 
 
 Diagnostics = dict[str, float]

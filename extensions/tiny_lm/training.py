@@ -7,7 +7,7 @@ import dataclasses
 import math
 import statistics
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,6 +18,10 @@ from extensions.tiny_lm.stage import MISTAKES, Diagnostics, Stage, TinySettings
 from extensions.tiny_lm.model import Decoder
 from extensions.tiny_lm.task import VERIFIERS, VOCABULARY, draw_prompts
 from rl_lab import OnStep
+
+if TYPE_CHECKING:
+    from extensions.distributed.ranks import Rank
+
 
 class TrainingRun(NamedTuple):
     """What a training leaves behind."""
@@ -41,6 +45,7 @@ def train(
     objective: str | None = None,
     mistake: str | None = None,
     on_step: OnStep | None = None,
+    rank: Rank | None = None,
     **settings: float,
 ) -> TrainingRun:
     """Train a copy of `start`; `start` itself, frozen, is the reference. SFT without `start` begins with random weights.
@@ -50,12 +55,13 @@ def train(
     row before (each round reports its last pass) and NaN where there is nothing to average; counts are cumulative; `seconds`
     is the only entry that differs between equal runs; it goes into the JSON, not into the CSV.
 
+    rank: this process as one of several that train together (extensions.distributed.ranks); each calls train alike.
     settings: fields of TinySettings. Global random state, default dtype and thread count stay as they were.
     Raises ValueError for unknown names, settings out of range, a mistake without effect on this algorithm, or a DPO without
     pairs; FloatingPointError when a loss or gradient is not finite.
     """
     check_names(algorithm, verifier, objective, mistake)
-    stage = prepared(algorithm, start, verifier, objective, mistake, settings)
+    stage = prepared(algorithm, start, verifier, objective, mistake, settings, rank)
     held_out = draw_prompts(
         stage.settings.evaluation_prompts, torch.Generator().manual_seed(stage.settings.seed + 1), held_out=True
     )
@@ -99,6 +105,7 @@ def prepared(
     objective: str | None,
     mistake: str | None,
     changes: dict[str, float],
+    rank: Rank | None = None,
 ) -> Stage:
     """Settings with the algorithm's own numbers filled in, the two models, the generator and the verifier's prompts."""
     row = objective_row(algorithm, objective, changes.get("kl", None if objective else TinySettings.kl))
@@ -118,9 +125,32 @@ def prepared(
     policy = copy.deepcopy(reference).requires_grad_(True)
     public = draw_prompts(settings.public_tests, generator, held_out=False) if verifier == "public-tests" else None
     counts = dict.fromkeys(("optimizer_steps", "samples", "tokens", "pair_presentations"), 0)
-    return Stage(
+    stage = Stage(
         algorithm, settings, policy, reference, generator, verifier, public, row, mistake, counts, method.final_rate
     )
+    if rank is not None and rank.ranks > 1:
+        check_ranks(stage, rank.ranks)
+        stage.rank = rank
+    return stage
+
+
+def check_ranks(stage: Stage, ranks: int) -> None:
+    """Raises ValueError for more ranks than prompts, and for a mistake whose noise would depend on the split."""
+    settings = stage.settings
+    prompts = {
+        "sft": ("demonstrations",),
+        "ppo": ("ppo_prompts",),
+        "dpo": ("dpo_prompts", "dpo_batch"),
+        "online-dpo": ("online_prompts",),
+        "grpo": ("group_prompts",),
+        "rloo": ("group_prompts",),
+    }
+    for name in prompts[stage.algorithm]:
+        if getattr(settings, name) < ranks:
+            flag = name.replace("_", "-")
+            raise ValueError(f"{flag}: got {getattr(settings, name)} for {ranks} ranks, wanted at least one for each")
+    if stage.mistake == "dropout":
+        raise ValueError("mistake: dropout draws its noise row by row, so each split has another; wanted one process")
 
 
 def check_names(algorithm: str, verifier: str, objective: str | None, mistake: str | None) -> None:

@@ -116,7 +116,7 @@ def grid_table(rows: Sequence[Measured]) -> str:
         format_table(header, errors),
         "\nCosine with the gradient of one process\n",
         format_table(header, cosines),
-        "\nEvery mistake is invisible in some column, and all of them are in 1x1: test at 2x2, with lengths that differ.",
+        "\nEvery mistake is invisible in some column, and all of them are in 1x1:\ntest at 2x2, with lengths that differ.",
     ])  # fmt: skip
 
 

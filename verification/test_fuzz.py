@@ -146,14 +146,14 @@ def planted(run, findings: bool = False) -> child.Command:
 
 
 class PlantedInCommands(Box):
-    def broken(self, run, out: str = "file", findings: bool = False, memory: int = 2**30) -> str | None:
+    def broken(self, run, out: str = "file", findings: bool = False, memory: int = 2**30, seconds: float = 5) -> str | None:
         command_ = planted(run, findings)
         for place in ("work", "streams"):
             (self.folder / place).mkdir(exist_ok=True)
         before = {name: lines.stamp(self.folder / "work" / name) for name in child.names_in(self.folder / "work")}
-        end = child.start(command_, ["a"], self.folder / "work", self.folder / "streams", seconds=5, out=out).finish()
+        end = child.start(command_, ["a"], self.folder / "work", self.folder / "streams", seconds=seconds, out=out).finish()
         after = {name: lines.stamp(self.folder / "work" / name) for name in child.names_in(self.folder / "work")}
-        failure = lines.broken(command_, end, out, 1.0, memory) or lines.left_behind(
+        failure = lines.broken(command_, end, out, seconds + 1, memory) or lines.left_behind(
             command_, end, self.folder / "work", before, after
         )
         return failure and failure.rule
@@ -203,7 +203,7 @@ class PlantedInCommands(Box):
                 for name in child.names_in(self.folder / "work"):
                     (self.folder / "work" / name).unlink()
         self.assertEqual(self.broken(full, memory=40_000_000), "memory")
-        self.assertIn(self.broken(busy), ("exit status", "time"))
+        self.assertIn(self.broken(busy, seconds=0), ("exit status", "time"))
 
     def test_exit_1_means_a_finding_where_it_can(self):
         def finds():
@@ -252,6 +252,13 @@ class Files(Box):
 
 
 class Interrupts(Box):
+    def test_a_few_of_them(self):
+        for name in interrupts.SIGNALS:
+            for moment in (0.5, -0.01):  # in the middle; at the first partial file
+                case = interrupts.Interrupt("tokens", name, moment, None, True, False)
+                with self.subTest(interrupts.show(case)):
+                    self.assertIsNone(self.judged(interrupts.KIND, case))
+
     def test_what_an_interrupt_must_not_leave(self):
         case = interrupts.Interrupt("tokens", "SIGINT", 0.5, None, True, False)
         new = interrupts.undisturbed("tokens", False)

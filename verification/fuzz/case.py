@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     judge: Callable[[Any, Path], Failure | None]
     show: Callable[[Any], str]
     simpler: Callable[[Any], Iterator[Any]]
-    slice: int  # cases of this kind in the default suite
+    slice: int  # cases of this kind in the default suite, from number 0 on
     turn: float  # seconds before the next kind has its turn
     more: Callable[[], str] = str  # what the report adds about the cases of this kind
 

@@ -230,4 +230,4 @@ def more() -> str:
     return f"interrupts: {', '.join(f'{number} {name}' for name, number in sorted(HITS.items()))}" if HITS else ""
 
 
-KIND = Kind("interrupts", draw, judge, show, simpler, slice=4, turn=10, more=more)
+KIND = Kind("interrupts", draw, judge, show, simpler, slice=0, turn=10, more=more)

@@ -304,4 +304,4 @@ def simpler(line: Line) -> Iterator[Line]:
                 yield line._replace(words=(*line.words[:place], shorter, *line.words[place + 1 :]))
 
 
-KIND = Kind("lines", draw, judge, show, simpler, slice=24, turn=15)
+KIND = Kind("lines", draw, judge, show, simpler, slice=10, turn=15)

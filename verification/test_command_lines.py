@@ -27,6 +27,7 @@ import time
 import traceback
 import unittest
 import warnings
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Callable, NamedTuple, Sequence
 from unittest import mock
@@ -101,6 +102,9 @@ class Running:
             sys.argv = argv
             sys.path.insert(0, str(folder))
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            # A test may have started multiprocessing's helpers: they are no children of this process.
+            forkserver._forkserver.__init__()
+            resource_tracker._resource_tracker.__init__()
             if prepare:
                 prepare()
             entry()

@@ -175,7 +175,7 @@ class Writing(FolderCase):
             (self.folder / name).write_text("half")
         (self.folder / f".folder.{gone.pid}.partial").mkdir()
         replace_files({self.folder / "a.csv": "new"})
-        self.assertEqual(self.names(), sorted([*kept, f".folder.{gone.pid}.partial", "a.csv"]))
+        self.assertEqual(self.names(), sorted({*kept, f".folder.{gone.pid}.partial", "a.csv"}))  # the parent may be 1
 
     def test_a_folder_made_for_nothing_is_removed_again(self):
         deep = self.folder / "new" / "deeper"

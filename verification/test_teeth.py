@@ -88,7 +88,8 @@ class Teeth(unittest.TestCase):
 
     def test_files_of_an_extension_and_the_tests_that_are_meant_for_them(self):
         file = "extensions/trust_region/step.py"
-        self.assertEqual(mutations.test_modules([file]), ["extensions.trust_region.test_trust_region"])
+        own = ["extensions.trust_region.test_environment", "extensions.trust_region.test_trust_region"]
+        self.assertEqual(mutations.test_modules([file]), own)
         self.assertIn("test_rl_lab", mutations.test_modules(["rl_lab.py"]))
         of_the_audit = mutations.test_modules(["extensions/audit/search/loss.py"])
         self.assertLess({"verification.test_audit_table", "extensions.audit.test_captures"}, set(of_the_audit))

@@ -87,6 +87,8 @@ class Failures(unittest.TestCase):
         self.check("slow", "rank 1 is still at 'scoring'")
 
     def test_ctrl_c_ends_all(self):
+        # A shell's background job starts with SIGINT ignored.
+        self.addCleanup(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
         ranks = Ranks(2, timeout=TIMEOUT)
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
         with self.assertRaises(KeyboardInterrupt), ranks:
